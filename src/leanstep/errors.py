@@ -1,0 +1,119 @@
+"""The errors that leanstep raises.
+
+::
+
+    LeanstepError            1   anything below; catch this one
+    ├── InputError           2   an argument cannot be used (also a ValueError)
+    │   └── UnitError        2   a budget cannot be read
+    ├── BudgetError          3   no plan fits the budget; names the least that would
+    ├── PlanError            4   a plan does not belong to this model
+    ├── GraphError           5   a recorded graph breaks a rule of the IR
+    └── MeasureError         6   a reading of memory cannot be trusted
+
+The number is the class's ``exit_code``, with which the command line leaves. A message says what
+failed, the numbers, where in the user's source, and what to do about it, in this order. The facts
+are attributes too, so that a program need not read the text; they are set once and not meant to
+change.
+"""
+
+from typing import ClassVar, Final
+
+
+class LeanstepError(Exception):
+    """Base of every error that leanstep raises on purpose."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class InputError(LeanstepError, ValueError):
+    """An argument cannot be used as it was given; nothing was changed."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class UnitError(InputError):
+    """A budget cannot be read: unknown unit, not a size, or not a positive number of bytes."""
+
+
+class BudgetError(LeanstepError):
+    """No plan fits the budget.
+
+    Asking for exactly ``floor_bytes`` succeeds.
+
+    Attributes:
+        budget_bytes: the budget that was asked for.
+        floor_bytes: the least peak that any plan reaches.
+        op: the operation at which that peak stands, as ``aten.addmm``.
+        module: the path of the module that runs it, as ``layers.3.mlp``.
+        source: the line of the user's code that calls it, as ``model.py:88``.
+    """
+
+    exit_code: ClassVar[int] = 3
+
+    budget_bytes: Final[int]
+    floor_bytes: Final[int]
+    op: Final[str | None]
+    module: Final[str | None]
+    source: Final[str | None]
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        floor_bytes: int,
+        *,
+        op: str | None = None,
+        module: str | None = None,
+        source: str | None = None,
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self.floor_bytes = floor_bytes
+        self.op = op
+        self.module = module
+        self.source = source
+        super().__init__(self._sentence())
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # The default hands the message to __init__, so a copy or a pickle between ranks would fail.
+        facts = {"op": self.op, "module": self.module, "source": self.source}
+        return _budget_error, (self.budget_bytes, self.floor_bytes, facts), self.__dict__
+
+    def _sentence(self) -> str:
+        # Imported late: units raises errors of this module.
+        from leanstep.units import format_budget_up, format_bytes_apart
+
+        budget, floor = format_bytes_apart(self.budget_bytes, self.floor_bytes)
+        return (
+            f"no plan fits {budget}: the least reachable peak is {floor}{self._place()}. "
+            f"Raise the budget to {format_budget_up(self.floor_bytes)}, or make the batch smaller."
+        )
+
+    def _place(self) -> str:
+        parts = [self.op and f"at {self.op}", self.module and f"in {self.module}"]
+        place = " ".join(part for part in parts if part)
+        if place and self.source:
+            place = f"{place} ({self.source})"
+        elif self.source:
+            place = f"at {self.source}"
+        return f", {place}" if place else ""
+
+
+class PlanError(LeanstepError):
+    """A plan does not belong to this model, batch or version of leanstep."""
+
+    exit_code: ClassVar[int] = 4
+
+
+class GraphError(LeanstepError):
+    """A recorded graph breaks a rule of the IR; the fault is leanstep's, or the file was edited."""
+
+    exit_code: ClassVar[int] = 5
+
+
+class MeasureError(LeanstepError):
+    """A reading of memory or time cannot be trusted, so none is given."""
+
+    exit_code: ClassVar[int] = 6
+
+
+def _budget_error(budget_bytes: int, floor_bytes: int, facts: dict[str, str | None]) -> BudgetError:
+    return BudgetError(budget_bytes, floor_bytes, **facts)
