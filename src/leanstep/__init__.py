@@ -1,0 +1,67 @@
+"""Train any PyTorch model inside a memory budget, with exactly the numbers it would have had.
+
+`leanstep.fit(model, batch, loss, optimizer=optimizer, budget="16GiB")` does it all; the other
+verbs are its stages. Verbs that need torch load when first used, so planning from a saved
+profile imports no torch.
+"""
+
+import importlib as _importlib
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from leanstep.errors import BudgetError as BudgetError
+from leanstep.errors import LeanstepError as LeanstepError
+from leanstep.ir import Plan as Plan
+from leanstep.ir import Profile as Profile
+from leanstep.ir import Timeline as Timeline
+from leanstep.ir import Verdict as Verdict
+
+if _TYPE_CHECKING:
+    from leanstep.api import apply as apply
+    from leanstep.api import profile as profile
+    from leanstep.api import verify as verify
+    from leanstep.fitter import Fit as Fit
+    from leanstep.fitter import fit as fit
+    from leanstep.planner import plan as plan
+    from leanstep.simulator import simulate as simulate
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BudgetError",
+    "Fit",
+    "LeanstepError",
+    "Plan",
+    "Profile",
+    "Timeline",
+    "Verdict",
+    "__version__",
+    "apply",
+    "fit",
+    "plan",
+    "profile",
+    "simulate",
+    "verify",
+]
+
+_LAZY = {
+    "Fit": "leanstep.fitter",
+    "apply": "leanstep.api",
+    "fit": "leanstep.fitter",
+    "plan": "leanstep.planner",
+    "profile": "leanstep.api",
+    "simulate": "leanstep.simulator",
+    "verify": "leanstep.api",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'leanstep' has no attribute {name!r}")
+    found: object = getattr(_importlib.import_module(_LAZY[name]), name)
+    # Submodule imports bind their own names here; the public verb wins from now on.
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *globals()})

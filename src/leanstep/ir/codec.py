@@ -1,0 +1,89 @@
+"""JSON for the nouns, driven by their type annotations.
+
+A dataclass becomes an object, a NamedTuple or tuple a list, an Enum its value. Every file says
+what it holds and in which version of the format.
+"""
+
+import dataclasses
+import enum
+import functools
+import json
+import types
+import typing
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_origin
+
+from leanstep.errors import InputError
+
+FORMAT_VERSION = 1
+
+Noun = TypeVar("Noun")
+
+
+def save(noun: object, path: Path) -> None:
+    """Write a noun to a file as JSON."""
+    document = {
+        "leanstep": type(noun).__name__,
+        "format": FORMAT_VERSION,
+        "content": to_plain(noun),
+    }
+    path.write_text(json.dumps(document, separators=(",", ":")) + "\n")
+
+
+def load(kind: type[Noun], path: Path) -> Noun:
+    """Read a noun of the given kind from a file."""
+    try:
+        document = json.loads(path.read_text())
+        found, version = document["leanstep"], document["format"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path} is not a file that leanstep wrote: {error}") from error
+    if found != kind.__name__:
+        raise InputError(f"{path} holds a {found}, not a {kind.__name__}")
+    if version != FORMAT_VERSION:
+        raise InputError(
+            f"{path} has format {version}, this leanstep reads {FORMAT_VERSION}: make it anew"
+        )
+    return typing.cast(Noun, from_plain(kind, document["content"]))
+
+
+def to_plain(value: Any) -> Any:
+    """Turn a noun into lists, dicts, strings and numbers."""
+    if dataclasses.is_dataclass(value):
+        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, tuple):
+        return [to_plain(item) for item in value]
+    return value
+
+
+def from_plain(kind: Any, plain: Any) -> Any:
+    """Turn what `to_plain` made back into a value of the given kind."""
+    return _reader(kind)(plain)
+
+
+@functools.cache
+def _reader(kind: Any) -> Any:
+    """Make the function that reads one kind; cached, since a graph has many thousand values."""
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        readers = [(f.name, _reader(hints[f.name])) for f in dataclasses.fields(kind)]
+        return lambda plain: kind(**{name: read(plain[name]) for name, read in readers})
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return kind
+    if isinstance(kind, type) and issubclass(kind, tuple):
+        return lambda plain: kind(*plain)
+    if get_origin(kind) is tuple:
+        return _tuple_reader(get_args(kind))
+    if get_origin(kind) is types.UnionType:
+        (inner,) = [_reader(k) for k in get_args(kind) if k is not types.NoneType]
+        return lambda plain: None if plain is None else inner(plain)
+    return lambda plain: plain
+
+
+def _tuple_reader(kinds: tuple[Any, ...]) -> Any:
+    if len(kinds) == 2 and kinds[1] is Ellipsis:
+        read = _reader(kinds[0])
+        return lambda plain: tuple(read(item) for item in plain)
+    readers = [_reader(kind) for kind in kinds]
+    return lambda plain: tuple(read(item) for read, item in zip(readers, plain, strict=True))

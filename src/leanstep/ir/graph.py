@@ -1,0 +1,169 @@
+"""The computation graph of one whole training step, as it ran.
+
+A *position* is a number of ops: something at position 7 happens after op 6 and before op 7. Ops
+are numbered in the order they ran, through forward, backward and optimizer. A *storage* is one
+allocation; a *value* is a storage at a version, so an in-place op makes the next value of its
+storage. Views write nothing and make no value: whoever reads a view reads its storage.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Phase(StrEnum):
+    """The part of the step an op belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+
+
+class Category(StrEnum):
+    """What a storage is for, as a person would sort the memory of a step."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    GRADIENT = "gradient"
+    OPTIMIZER_STATE = "optimizer state"
+    INPUT = "input"
+    ACTIVATION = "activation"
+    TEMPORARY = "temporary"
+    OTHER = "other"
+    GENERATOR = "random generator"
+
+
+class Fact(StrEnum):
+    """What the recorder saw of an op; `planner/candidates.py` judges what follows from it."""
+
+    RANDOM = "draws random numbers"
+    OWN_GENERATOR = "draws from a generator of its own"
+    HOST_READ = "reads a value on the host"
+    DYNAMIC_SHAPE = "has a data-dependent output shape"
+    COLLECTIVE = "is a collective"
+    WRITES_BUFFER = "writes a parameter or buffer"
+    NOT_REPLAYABLE = "has arguments that cannot be replayed"
+
+
+class Value(NamedTuple):
+    """A storage at a version: version 0 is what its maker wrote, or what it held at the start."""
+
+    storage: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One call of an operator.
+
+    `rise_bytes` is how far the allocator's level rose inside the op above its level at the start,
+    outputs included. `cost` indexes `Profile.costs`, one entry for each distinct call. `call` is
+    the innermost module call it ran in, -1 outside every module.
+    """
+
+    name: str
+    phase: Phase
+    call: int
+    source: str
+    reads: tuple[Value, ...]
+    writes: tuple[Value, ...]
+    rise_bytes: int
+    cost: int
+    facts: tuple[Fact, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """One allocation and its life.
+
+    Live at the start of op p exactly when `birth < p <= death`: `birth` is the op that allocated
+    it (-1: there before the step), `death` the last op it lived through. `natural_death` is the
+    death it would have had if autograd held nothing.
+    """
+
+    nbytes: int
+    category: Category
+    birth: int
+    death: int
+    natural_death: int
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """One tensor that autograd saved for backward.
+
+    Saved at a position in a module call (-1: outside every module), let go at `release`.
+    """
+
+    value: Value
+    call: int
+    position: int
+    release: int
+
+
+class Unpack(NamedTuple):
+    """Backward asks for a saved tensor at a position."""
+
+    save: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleCall:
+    """One call of a module: `start` and `stop` are positions; `occurrence` counts its calls."""
+
+    path: str
+    class_name: str
+    occurrence: int
+    parent: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One call of a block: the unit of planning and of replay.
+
+    `children` is empty for a whole module; for a stretch of a Sequential it names the children.
+    `saves` indexes `Graph.saves`.
+    """
+
+    path: str
+    class_name: str
+    occurrence: int
+    start: int
+    stop: int
+    saves: tuple[int, ...]
+    children: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The path as a person reads it: `layers.3`, `features[0:3]`, `cell (call 2)`."""
+        path = self.path or "the whole model"
+        if self.children:
+            path = f"{self.path}[{self.children[0]}:{self.children[-1]}]"
+        return f"{path} (call {self.occurrence})" if self.occurrence else path
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """Every op of the step, every storage it touched, everything autograd saved."""
+
+    ops: tuple[Op, ...]
+    storages: tuple[Storage, ...]
+    saves: tuple[Save, ...]
+    unpacks: tuple[Unpack, ...]
+    calls: tuple[ModuleCall, ...]
+
+    def path(self, op: Op) -> str:
+        """The module path an op ran in, empty outside every module."""
+        return self.calls[op.call].path if op.call >= 0 else ""
+
+    def keys(self, block: Block) -> Iterator[tuple[int, str]]:
+        """Name each op of a block by operator and occurrence: stable from run to run."""
+        seen: dict[str, int] = {}
+        for index in range(block.start, block.stop):
+            name = self.ops[index].name
+            seen[name] = seen.get(name, -1) + 1
+            yield index, f"{name}#{seen[name]}"

@@ -1,0 +1,50 @@
+"""What the profiler found out about one training step on one device."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from leanstep.ir import codec
+from leanstep.ir.graph import Block, Graph
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one distinct op call costs: seconds alone on the device, warm, median of several."""
+
+    signature: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The recorded step with its blocks and measured costs.
+
+    `step_seconds` is the untouched step's time on the device. `other_bytes` is what else was
+    allocated there and stays. `gradients_kept` says gradients were alive at the step's start.
+    """
+
+    graph: Graph
+    blocks: tuple[Block, ...]
+    costs: tuple[Cost, ...]
+    step_seconds: float
+    other_bytes: int
+    peak_bytes: int
+    device: str
+    torch_version: str
+    model: str
+    gradients_kept: bool = False
+    notes: tuple[str, ...] = ()
+
+    def seconds(self, op_index: int) -> float:
+        """The measured seconds of one op."""
+        return self.costs[self.graph.ops[op_index].cost].seconds
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile as JSON."""
+        codec.save(self, Path(path))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a profile that `save` wrote."""
+        return codec.load(cls, Path(path))

@@ -1,0 +1,50 @@
+"""What was promised and what was measured, side by side."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from leanstep.ir import codec
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The comparison of the untouched step with the planned one.
+
+    `different` names what was not bit-equal; it is empty when `gradients_equal`,
+    `buffers_equal`, `loss_equal` and `random_state_equal` all hold. `assumptions` are sentences
+    about the step that was measured.
+    """
+
+    budget_bytes: int
+    baseline_peak_bytes: int
+    predicted_peak_bytes: int
+    measured_peak_bytes: int
+    baseline_seconds: float
+    predicted_seconds: float
+    measured_seconds: float
+    loss_equal: bool
+    gradients_equal: bool
+    buffers_equal: bool
+    random_state_equal: bool
+    different: tuple[str, ...]
+    assumptions: tuple[str, ...]
+
+    @property
+    def exact(self) -> bool:
+        """Whether every number compared was bit-equal."""
+        return not self.different
+
+    @property
+    def within_budget(self) -> bool:
+        """Whether the measured peak is inside the budget."""
+        return self.measured_peak_bytes <= self.budget_bytes
+
+    def save(self, path: str | Path) -> None:
+        """Write the verdict as JSON."""
+        codec.save(self, Path(path))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a verdict that `save` wrote."""
+        return codec.load(cls, Path(path))
