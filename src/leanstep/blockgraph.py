@@ -1,0 +1,209 @@
+"""One block call seen alone: what autograd holds for it, what may be dropped, what rebuilds it."""
+
+import functools
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+from leanstep.errors import LeanstepError
+from leanstep.ir import Block, Category, Fact, Graph, Op, Phase, Save, Value
+from leanstep.rebuild import Program, Rerun, UnreachableError, build_program
+
+# Rerun without their running statistics: the output has the same bits, and nothing is written.
+STATISTICS_ARE_OPTIONAL = (
+    "aten.native_batch_norm.default",
+    "aten.cudnn_batch_norm.default",
+    "aten.miopen_batch_norm.default",
+)
+
+# The outputs of such ops stay what they were: a second run may differ, or must not happen.
+NEVER_RERUN = frozenset(
+    {
+        Fact.OWN_GENERATOR,
+        Fact.COLLECTIVE,
+        Fact.DYNAMIC_SHAPE,
+        Fact.HOST_READ,
+        Fact.NOT_REPLAYABLE,
+    }
+)
+
+
+class BlockGraph:
+    """The part of a step's graph that belongs to one block call."""
+
+    def __init__(self, graph: Graph, block: Block) -> None:
+        self.graph, self.block = graph, block
+
+    @functools.cached_property
+    def saves(self) -> tuple[Save, ...]:
+        """The tensors autograd saved inside the call."""
+        return tuple(self.graph.saves[index] for index in self.block.saves)
+
+    @functools.cached_property
+    def reruns(self) -> tuple[Rerun, ...]:
+        """The ops of the call that may run a second time."""
+        ops = range(self.block.start, self.block.stop)
+        return tuple(filter(None, (rerun(index, self.graph.ops[index]) for index in ops)))
+
+    @functools.cached_property
+    def own_storages(self) -> frozenset[int]:
+        """The storages that were allocated inside the call."""
+        return frozenset(
+            value.storage
+            for index in range(self.block.start, self.block.stop)
+            for value in self.graph.ops[index].writes
+            if self.graph.storages[value.storage].birth == index
+        )
+
+    @functools.cached_property
+    def saved(self) -> dict[int, Value]:
+        """The storages that autograd saved here and nowhere else, with the value saved."""
+        inside = Counter(save.value.storage for save in self.saves)
+        everywhere = _saves_per_storage(self.graph)
+        return {
+            save.value.storage: save.value
+            for save in self.saves
+            if save.value.storage in self.own_storages
+            and inside[save.value.storage] == everywhere[save.value.storage]
+        }
+
+    @functools.cached_property
+    def candidates(self) -> tuple[int, ...]:
+        """The storages that can be dropped: rebuilt from the rest when backward asks."""
+        return tuple(sorted(s for s in self.saved if self._can_rebuild([s])))
+
+    def _can_rebuild(self, dropped: Collection[int]) -> bool:
+        try:
+            self.program(dropped)
+        except UnreachableError:
+            return False
+        return True
+
+    def program(self, dropped: Collection[int]) -> Program:
+        """What runs again when these storages are dropped."""
+        wanted = Counter(save.value for save in self.saves if save.value.storage in dropped)
+        return build_program(self.reruns, wanted, self.available(dropped))
+
+    def available(self, dropped: Collection[int]) -> "Available":
+        """The values that are still there in backward, unchanged."""
+        return Available(self, frozenset(dropped))
+
+    def storage_key(self, storage: int) -> str:
+        """Name a storage by the op that allocated it: stable from run to run."""
+        return self._storage_keys[storage]
+
+    def storages_named(self, keys: Collection[str]) -> frozenset[int]:
+        """The storages with these names; one that is missing belongs to another model."""
+        named = {key: storage for storage, key in self._storage_keys.items()}
+        if missing := sorted(set(keys) - set(named)):
+            raise LeanstepError(f"{self.block.name} has no value {missing[0]}")
+        return frozenset(named[key] for key in keys)
+
+    @functools.cached_property
+    def _storage_keys(self) -> dict[int, str]:
+        keys = {}
+        for index, op_key in self.graph.keys(self.block):
+            for storage, place in births(self.graph.ops[index], self.graph, index):
+                keys[storage] = f"{op_key}:{place}"
+        return keys
+
+
+class Available:
+    """The values a replay may start from: kept ones of the call, and stable ones from outside."""
+
+    def __init__(self, view: BlockGraph, dropped: frozenset[int]) -> None:
+        self._view, self._dropped = view, dropped
+
+    def __contains__(self, value: object) -> bool:
+        """Whether a value is there, unchanged, until backward."""
+        assert isinstance(value, Value)
+        view = self._view
+        if value.storage in self._dropped:
+            return False
+        if value.storage in view.own_storages:
+            return view.saved.get(value.storage) == value and self._is_final(value)
+        if is_generator(view.graph, value.storage):
+            return value.version == _first_draw(view)
+        return self._is_final(value)
+
+    def _is_final(self, value: Value) -> bool:
+        return _final_versions(self._view.graph)[value.storage] == value.version
+
+    def __iter__(self) -> object:
+        raise TypeError("available values can be asked for, not listed")
+
+    def __len__(self) -> int:
+        raise TypeError("available values can be asked for, not counted")
+
+
+def rerun(index: int, op: Op) -> Rerun | None:
+    """An op as it would run again, or None where it must not."""
+    if NEVER_RERUN.intersection(op.facts):
+        return None
+    if Fact.WRITES_BUFFER not in op.facts:
+        return Rerun(index, op.reads, op.writes)
+    if op.name not in STATISTICS_ARE_OPTIONAL:
+        return None
+    written = {value.storage for value in op.writes if value.version > 0}
+    return Rerun(
+        index,
+        tuple(value for value in op.reads if value.storage not in written),
+        tuple(value for value in op.writes if value.storage not in written),
+    )
+
+
+def births(op: Op, graph: Graph, index: int) -> list[tuple[int, int]]:
+    """The storages an op allocated, each with its place among them."""
+    born = [v.storage for v in op.writes if graph.storages[v.storage].birth == index]
+    return [(storage, place) for place, storage in enumerate(born)]
+
+
+@functools.lru_cache(maxsize=4)
+def _final_versions_of(key: "_ById") -> Sequence[int]:
+    versions = [0] * len(key.graph.storages)
+    for op in key.graph.ops:
+        if op.phase is not Phase.OPTIMIZER:
+            for value in op.writes:
+                versions[value.storage] = max(versions[value.storage], value.version)
+    return versions
+
+
+@functools.lru_cache(maxsize=4)
+def _saves_per_storage_of(key: "_ById") -> Counter[int]:
+    return Counter(save.value.storage for save in key.graph.saves)
+
+
+class _ById:
+    """Let a graph be a cache key by identity: comparing two graphs reads them whole."""
+
+    __slots__ = ("graph",)
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ById) and self.graph is other.graph
+
+    def __hash__(self) -> int:
+        return id(self.graph)
+
+
+def _final_versions(graph: Graph) -> Sequence[int]:
+    return _final_versions_of(_ById(graph))
+
+
+def _saves_per_storage(graph: Graph) -> Counter[int]:
+    return _saves_per_storage_of(_ById(graph))
+
+
+def is_generator(graph: Graph, number: int) -> bool:
+    """Whether a storage stands for the state of a random generator."""
+    return graph.storages[number].category is Category.GENERATOR
+
+
+def _first_draw(view: BlockGraph) -> int:
+    """The version of the generator when the call begins: its state is kept from there."""
+    for index in range(view.block.start, view.block.stop):
+        for value in view.graph.ops[index].reads:
+            if is_generator(view.graph, value.storage):
+                return value.version
+    return -1

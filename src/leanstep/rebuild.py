@@ -1,0 +1,199 @@
+"""Which ops run again when backward asks for a dropped value, and how long each result stays.
+
+The simulator and the replay engine both follow this one schedule, so what is predicted is what
+happens. Ops run again as late as possible: when a dropped value is first asked for, just the ops
+it needs and that have not run yet run in the order of the forward pass; a result stays while a
+later op of the program or a later request needs it.
+
+An in-place op moves its storage to the next version. So before it runs, everything that reads
+the version it overwrites must have run; and a storage that has moved past a version that is asked
+for again is built anew. The generator of random numbers is one more storage that every draw
+moves to its next version: this is what makes draws replay in order.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from leanstep.errors import LeanstepError
+from leanstep.ir.graph import Value
+
+
+class UnreachableError(LeanstepError):
+    """A value cannot be rebuilt from what is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rerun:
+    """An op that may run again: its index in the recording, what it reads and writes."""
+
+    index: int
+    reads: tuple[Value, ...]
+    writes: tuple[Value, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Everything that may have to run again for one block call.
+
+    `wanted` are the dropped values with the number of saves of each, `sources` the kept values
+    that rebuilding each of them starts from. `uses` counts the readers of each rebuilt storage.
+    """
+
+    reruns: Mapping[int, Rerun]
+    makers: Mapping[Value, int]
+    readers: Mapping[Value, tuple[int, ...]]
+    wanted: Mapping[Value, int]
+    sources: Mapping[Value, frozenset[Value]]
+    all_sources: frozenset[Value]
+    uses: Mapping[int, int]
+
+
+def build_program(
+    ops: Sequence[Rerun], wanted: Mapping[Value, int], available: Collection[Value]
+) -> Program:
+    """Find the ops that rebuild every wanted value from the available ones."""
+    makers = {value: op for op in ops for value in op.writes}
+    chosen: dict[int, Rerun] = {}
+    sources: dict[Value, frozenset[Value]] = {}
+    for value in wanted:
+        needed, sources[value] = _closure(value, makers, available)
+        chosen.update(needed)
+    reruns = {index: chosen[index] for index in sorted(chosen)}
+    all_sources = frozenset[Value]().union(*sources.values())
+    return Program(
+        reruns=reruns,
+        makers={value: index for index, op in reruns.items() for value in op.writes},
+        readers=_readers(reruns.values()),
+        wanted=dict(wanted),
+        sources=sources,
+        all_sources=all_sources,
+        uses=_uses(reruns.values(), wanted, all_sources),
+    )
+
+
+def _closure(
+    value: Value, makers: Mapping[Value, Rerun], available: Collection[Value]
+) -> tuple[dict[int, Rerun], frozenset[Value]]:
+    """The ops that rebuild one value, and the available values they start from."""
+    chosen: dict[int, Rerun] = {}
+    sources: set[Value] = set()
+    pending = [value]
+    while pending:
+        wanted = pending.pop()
+        if wanted in available:
+            sources.add(wanted)
+            continue
+        op = makers.get(wanted)
+        if op is None:
+            raise UnreachableError(f"storage {wanted.storage}, version {wanted.version}, is gone")
+        if op.index not in chosen:
+            chosen[op.index] = op
+            pending.extend(op.reads)
+    return chosen, frozenset(sources)
+
+
+def _readers(reruns: Iterable[Rerun]) -> dict[Value, tuple[int, ...]]:
+    readers: dict[Value, list[int]] = {}
+    for op in reruns:
+        for value in op.reads:
+            readers.setdefault(value, []).append(op.index)
+    return {value: tuple(indices) for value, indices in readers.items()}
+
+
+def _uses(
+    reruns: Iterable[Rerun], wanted: Mapping[Value, int], sources: Collection[Value]
+) -> dict[int, int]:
+    uses: dict[int, int] = {}
+    for op in reruns:
+        for storage in _rebuilt(op.reads, sources):
+            uses[storage] = uses.get(storage, 0) + 1
+    for value, count in wanted.items():
+        uses[value.storage] = uses.get(value.storage, 0) + count
+    return uses
+
+
+def _rebuilt(reads: Iterable[Value], sources: Collection[Value]) -> set[int]:
+    """The storages among the reads that are rebuilt rather than kept."""
+    return {value.storage for value in reads if value not in sources}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One op to run now, and the rebuilt storages to let go right after it."""
+
+    op: Rerun
+    frees: tuple[int, ...]
+
+
+class Session:
+    """The state of one program during backward: which storages are rebuilt, to which version."""
+
+    __slots__ = ("done", "present", "program", "uses")
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.present: dict[int, int] = {}
+        self.uses = dict(program.uses)
+        self.done: set[int] = set()
+
+    def request(self, value: Value) -> list[Run]:
+        """Say which ops must run now so that the value is there, in order."""
+        order = self._missing(value)
+        last_reader: dict[int, int] = {value.storage: len(order)}
+        for place, index in enumerate(order):
+            for storage in _rebuilt(self.program.reruns[index].reads, self.program.all_sources):
+                last_reader[storage] = max(place, last_reader.get(storage, 0))
+        return [self._run(place, index, last_reader) for place, index in enumerate(order)]
+
+    def served(self, value: Value) -> bool:
+        """Count one save of the value as answered; say whether its storage may go now."""
+        self.uses[value.storage] -= 1
+        if self.uses[value.storage] > 0:
+            return False
+        return self.present.pop(value.storage, None) is not None
+
+    def _missing(self, value: Value) -> list[int]:
+        """The ops not yet run that the value needs, in forward order."""
+        program, missing, pending = self.program, set[int](), [value]
+        while pending:
+            wanted = pending.pop()
+            if (
+                wanted in program.all_sources
+                or self.present.get(wanted.storage) == wanted.version
+                or program.makers[wanted] in missing
+            ):
+                continue
+            op = program.reruns[program.makers[wanted]]
+            missing.add(op.index)
+            pending.extend(op.reads)
+            pending.extend(self._before_overwriting(op))
+        return sorted(missing)
+
+    def _before_overwriting(self, op: Rerun) -> list[Value]:
+        """What still has to be made from the versions that an in-place op is about to end."""
+        written = {value.storage for value in op.writes}
+        return [
+            self.program.reruns[reader].writes[0]
+            for value in op.reads
+            if value.storage in written
+            for reader in self.program.readers[value]
+            if reader < op.index and reader not in self.done
+        ]
+
+    def _run(self, place: int, index: int, last_reader: Mapping[int, int]) -> Run:
+        op = self.program.reruns[index]
+        self.done.add(index)
+        for value in op.writes:
+            self.present[value.storage] = value.version
+        touched = _rebuilt(op.reads, self.program.all_sources)
+        for storage in touched:
+            self.uses[storage] -= 1
+        touched.update(value.storage for value in op.writes)
+        frees = [
+            storage
+            for storage in sorted(touched)
+            if self.uses.get(storage, 0) <= 0 and last_reader.get(storage, -1) <= place
+        ]
+        for storage in frees:
+            del self.present[storage]
+        return Run(op, tuple(frees))

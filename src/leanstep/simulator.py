@@ -1,0 +1,392 @@
+"""The one model of memory and time: what a step under a plan needs at every op.
+
+The recorded step gives the level at each op. A decision about a block changes it in two ways:
+*shifts* (a storage lives shorter, or is held longer, or lives again from a position of backward
+on) and *replays* (ops inserted before a backward op, with a level of their own). The effect of a
+decision is computed for its block alone; a plan is the sum of its effects.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from leanstep.blockgraph import BlockGraph, births, is_generator
+from leanstep.ir import (
+    Category,
+    Decision,
+    Engine,
+    Graph,
+    Op,
+    Plan,
+    Point,
+    Profile,
+    Timeline,
+    Unpack,
+)
+from leanstep.rebuild import Run, Session
+
+
+# The state of torch's CPU generator, held for a block whose draws are replayed.
+GENERATOR_BYTES = 5056
+
+
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """`nbytes` more (or less) are live at the start of every op p with start <= p < stop."""
+
+    start: int
+    stop: int
+    nbytes: int
+    category: Category
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """An op run again before op `position`.
+
+    `live_bytes` and `peak_bytes` are relative to the level at the start of op `position`.
+    """
+
+    op: int
+    position: int
+    live_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """What one decision does to the step."""
+
+    shifts: tuple[Shift, ...] = ()
+    replays: tuple[Replay, ...] = ()
+
+    def seconds(self, profile: Profile) -> float:
+        """The time of everything that runs again."""
+        return sum(profile.seconds(replay.op) for replay in self.replays)
+
+
+def simulate(profile: Profile, plan: Plan | None = None) -> Timeline:
+    """Say what the step needs at every op, under a plan or untouched."""
+    effects = [] if plan is None else plan_effects(profile, plan)
+    return timeline(profile, effects)
+
+
+def plan_effects(profile: Profile, plan: Plan) -> list[Effect]:
+    """The effect of each decision that changes something."""
+    blocks = {(b.path, b.occurrence, b.children): b for b in profile.blocks}
+    return [
+        decision_effect(
+            BlockGraph(profile.graph, blocks[d.path, d.occurrence, d.children]), d
+        )
+        for d in plan.changed
+    ]
+
+
+def decision_effect(view: BlockGraph, decision: Decision) -> Effect:
+    """What one decision does."""
+    match decision.engine:
+        case Engine.UNTOUCHED:
+            return Effect()
+        case Engine.REPLAY:
+            return replay_effect(view, view.storages_named(decision.drop))
+        case Engine.MODULE:
+            return module_effect(view)
+
+
+def timeline(profile: Profile, effects: Sequence[Effect]) -> Timeline:
+    """Put the recorded step and the effects together."""
+    graph = profile.graph
+    levels = shifted(base_levels(profile), (s for effect in effects for s in effect.shifts))
+    before: dict[int, list[Replay]] = {}
+    for effect in effects:
+        for replay in effect.replays:
+            before.setdefault(replay.position, []).append(replay)
+    points: list[Point] = []
+    for position, op in enumerate(graph.ops):
+        level = int(levels[position])
+        for replay in before.get(position, ()):
+            points.append(_replay_point(profile, replay, level))
+        points.append(
+            Point(position, False, level, level + op.rise_bytes, profile.seconds(position))
+        )
+    for replay in before.get(len(graph.ops), ()):
+        points.append(_replay_point(profile, replay, int(levels[-1])))
+    peak = max(range(len(points)), key=lambda index: points[index].peak_bytes)
+    extra_seconds = sum(effect.seconds(profile) for effect in effects)
+    return Timeline(
+        points=tuple(points),
+        peak=peak,
+        at_peak=_breakdown(profile, effects, points[peak], before),
+        seconds=profile.step_seconds + extra_seconds,
+        extra_seconds=extra_seconds,
+    )
+
+
+def _replay_point(profile: Profile, replay: Replay, level: int) -> Point:
+    return Point(
+        replay.op,
+        True,
+        level + replay.live_bytes,
+        level + replay.peak_bytes,
+        profile.seconds(replay.op),
+    )
+
+
+def base_levels(profile: Profile) -> npt.NDArray[np.int64]:
+    """The live bytes at the start of each op of the untouched step, and at its end."""
+    graph = profile.graph
+    lives = (
+        Shift(storage.birth + 1, storage.death + 1, storage.nbytes, storage.category)
+        for storage in graph.storages
+    )
+    start = np.full(len(graph.ops) + 1, profile.other_bytes, dtype=np.int64)
+    return shifted(start, lives)
+
+
+def shifted(levels: npt.NDArray[np.int64], shifts: Iterable[Shift]) -> npt.NDArray[np.int64]:
+    """Add shifts to levels."""
+    changes = np.zeros(len(levels) + 1, dtype=np.int64)
+    for shift in shifts:
+        if shift.start < shift.stop:
+            changes[min(shift.start, len(levels))] += shift.nbytes
+            changes[min(shift.stop, len(levels))] -= shift.nbytes
+    added: npt.NDArray[np.int64] = levels + np.cumsum(changes[:-1])
+    return added
+
+
+def rises(graph: Graph) -> npt.NDArray[np.int64]:
+    """How far the level rises inside each op."""
+    return np.array([op.rise_bytes for op in graph.ops] + [0], dtype=np.int64)
+
+
+def _breakdown(
+    profile: Profile, effects: Sequence[Effect], at: Point, before: dict[int, list[Replay]]
+) -> tuple[tuple[Category, int], ...]:
+    """The bytes of each category at one point; what its op adds counts as temporary."""
+    position = at.op
+    if at.replayed:
+        position = next(p for p, rs in before.items() if any(r.op == at.op for r in rs))
+    totals = dict.fromkeys(Category, 0)
+    totals[Category.OTHER] = profile.other_bytes
+    for storage in profile.graph.storages:
+        if storage.birth < position <= storage.death:
+            totals[storage.category] += storage.nbytes
+    for effect in effects:
+        for shift in effect.shifts:
+            if shift.start <= position < shift.stop:
+                totals[shift.category] += shift.nbytes
+    totals[Category.TEMPORARY] += at.peak_bytes - sum(totals.values())
+    return tuple((category, nbytes) for category, nbytes in totals.items() if nbytes)
+
+
+def replay_effect(view: BlockGraph, dropped: Collection[int]) -> Effect:
+    """What it does to the step when a block's storages are dropped and replayed."""
+    if not dropped:
+        return Effect()
+    return _ReplayEffect(view, frozenset(dropped)).effect()
+
+
+class _ReplayEffect:
+    """Follow one program through the recorded backward pass."""
+
+    def __init__(self, view: BlockGraph, dropped: frozenset[int]) -> None:
+        self.view, self.graph, self.dropped = view, view.graph, dropped
+        self.program = view.program(dropped)
+        self.session = Session(self.program)
+        self.shifts: list[Shift] = []
+        self.replays: list[Replay] = []
+        self.born: dict[int, int] = {}
+        self.release: dict[int, int] = {}
+
+    def effect(self) -> Effect:
+        """Walk the events of backward in order."""
+        self._end_early()
+        self._hold_sources()
+        for unpack in self._events():
+            self._answer(unpack)
+        for storage, start in list(self.born.items()):
+            self._end(storage, start, len(self.graph.ops) + 1)
+        return Effect(tuple(self.shifts), tuple(self.replays))
+
+    def _end_early(self) -> None:
+        for number in self.dropped:
+            storage = self.graph.storages[number]
+            self._shift(number, storage.natural_death + 1, storage.death + 1, sign=-1)
+
+    def _hold_sources(self) -> None:
+        # While a call is recorded, what it reads from outside is held to its end.
+        for number in outside_reads(self.view):
+            self._shift(number, self.graph.storages[number].death + 1, self.view.block.stop)
+        until: dict[int, int] = {}
+        for save in self.view.saves:
+            for source in self.program.sources.get(save.value, ()):
+                until[source.storage] = max(until.get(source.storage, 0), save.release)
+        for number, release in until.items():
+            if is_generator(self.graph, number):
+                self._hold_generator(release)
+                continue
+            death = self.graph.storages[number].death
+            if number not in self.view.own_storages:
+                death = max(death, self.view.block.stop - 1)
+            self._shift(number, death + 1, release)
+
+    def _hold_generator(self, release: int) -> None:
+        held = Shift(self.view.block.start, release, GENERATOR_BYTES, Category.OTHER)
+        self.shifts.append(held)
+
+    def _events(self) -> list[Unpack]:
+        """What happens to the dropped saves, in order: a request, or being let go unasked."""
+        own = {
+            index
+            for index in self.view.block.saves
+            if self.graph.saves[index].value.storage in self.dropped
+        }
+        requests = [unpack for unpack in self.graph.unpacks if unpack.save in own]
+        asked = {unpack.save for unpack in requests}
+        unasked = [Unpack(save, self.graph.saves[save].release) for save in own - asked]
+        # Sorting is stable: at one position, what is let go comes before what is asked for.
+        return sorted(unasked + requests, key=lambda unpack: unpack.position)
+
+    def _answer(self, unpack: Unpack) -> None:
+        save = self.graph.saves[unpack.save]
+        is_request = unpack.position < save.release
+        level, steps = 0, []
+        for run in self.session.request(save.value) if is_request else ():
+            rise = self.graph.ops[run.op.index].rise_bytes + self._draw_bytes(run)
+            steps.append((run.op.index, level, level + rise))
+            level += self._after(run, unpack.position)
+        for index, live, peak in steps:
+            self.replays.append(Replay(index, unpack.position, live - level, peak - level))
+        storage = save.value.storage
+        self.release[storage] = max(self.release.get(storage, 0), save.release)
+        if self.session.served(save.value) and storage in self.born:
+            self._end(storage, self.born.pop(storage), self.release.pop(storage))
+
+    def _draw_bytes(self, run: Run) -> int:
+        """The copies of the generator's state that are made around a replayed draw."""
+        draws = any(is_generator(self.graph, value.storage) for value in run.op.reads)
+        return 2 * GENERATOR_BYTES if draws else 0
+
+    def _after(self, run: Run, position: int) -> int:
+        """Count what an op that ran again leaves behind, and what it lets go."""
+        change = 0
+        for value in run.op.writes:
+            is_new = self.graph.storages[value.storage].birth == run.op.index
+            if is_new or (is_generator(self.graph, value.storage) and value.storage not in self.born):
+                self.born[value.storage] = position
+                change += self._nbytes(value.storage)
+        for storage in run.frees:
+            start = self.born.pop(storage)
+            change -= self._nbytes(storage)
+            # Autograd may still hold it for a node that has asked already.
+            self._end(storage, start, max(position, self.release.pop(storage, 0)))
+        return change
+
+    def _nbytes(self, storage: int) -> int:
+        if is_generator(self.graph, storage):
+            return GENERATOR_BYTES
+        return self.graph.storages[storage].nbytes
+
+    def _end(self, storage: int, start: int, stop: int) -> None:
+        self._shift(storage, start, stop)
+
+    def _shift(self, number: int, start: int, stop: int, sign: int = 1) -> None:
+        nbytes = self._nbytes(number)
+        if start < stop and nbytes:
+            category = self.graph.storages[number].category
+            self.shifts.append(Shift(start, stop, sign * nbytes, category))
+
+
+def module_effect(view: BlockGraph) -> Effect:
+    """What it does to the step when a whole block runs again at its first request."""
+    graph, block = view.graph, view.block
+    if not view.saves:
+        return Effect()
+    first = min(
+        (unpack.position for unpack in graph.unpacks if unpack.save in set(block.saves)),
+        default=len(graph.ops),
+    )
+    # Checkpointing stops early: nothing after the last save runs again.
+    last = max(save.position for save in view.saves)
+    shifts = _module_shifts(view, first, last)
+    held = {save.value.storage for save in view.saves}
+    level, steps = 0, []
+    for index in range(block.start, last):
+        op = graph.ops[index]
+        steps.append((index, level, level + op.rise_bytes))
+        level += sum(graph.storages[s].nbytes for s, _ in births(op, graph, index))
+        level -= _natural_ends(view, index, held)
+    # What was neither saved nor dead when the run stops goes with its frames.
+    end = sum(graph.storages[s].nbytes for s in held if block.start <= graph.storages[s].birth < last)
+    copies = _buffer_bytes(view) + 2 * GENERATOR_BYTES
+    return Effect(
+        shifts,
+        tuple(
+            Replay(index, first, live - end + copies, peak - end + copies)
+            for index, live, peak in steps
+        ),
+    )
+
+
+def _module_shifts(view: BlockGraph, first: int, last: int) -> tuple[Shift, ...]:
+    graph, block = view.graph, view.block
+    release: dict[int, int] = {}
+    for save in view.saves:
+        release[save.value.storage] = max(release.get(save.value.storage, 0), save.release)
+    shifts = []
+    for number, until in release.items():
+        storage = graph.storages[number]
+        if number in view.own_storages:
+            if number in view.saved:
+                early, late = storage.natural_death + 1, storage.death + 1
+                shifts.append(Shift(early, late, -storage.nbytes, storage.category))
+            shifts.append(Shift(first, until, storage.nbytes, storage.category))
+    ends = max(release.values())
+    shifts.append(Shift(block.start, ends, GENERATOR_BYTES, Category.OTHER))
+    for number in outside_reads(view):
+        storage = graph.storages[number]
+        shifts.append(Shift(storage.death + 1, ends, storage.nbytes, storage.category))
+    return tuple(shift for shift in shifts if shift.start < shift.stop and shift.nbytes)
+
+
+def outside_reads(view: BlockGraph) -> set[int]:
+    block = view.block
+    reads = {
+        value.storage
+        for index in range(block.start, block.stop)
+        for value in view.graph.ops[index].reads
+    }
+    return reads - view.own_storages
+
+
+def _natural_ends(view: BlockGraph, index: int, held: set[int]) -> int:
+    """The bytes that go after an op of the second run, had autograd held nothing of them."""
+    storages = view.graph.storages
+    return sum(
+        storages[number].nbytes
+        for number in view.own_storages
+        if number not in held and storages[number].natural_death == index
+    )
+
+
+def _buffer_bytes(view: BlockGraph) -> int:
+    """The copies of the buffers that are put back after the second run."""
+    storages = view.graph.storages
+    return sum(
+        storages[number].nbytes
+        for number in outside_reads(view)
+        if storages[number].category is Category.BUFFER
+    )
+
+
+def static_bytes(profile: Profile) -> int:
+    """What is there before the step begins and stays."""
+    own = sum(storage.nbytes for storage in profile.graph.storages if storage.birth < 0)
+    return profile.other_bytes + own
+
+
+def peak_op(profile: Profile, line: Timeline) -> Op:
+    """The op that owns the peak."""
+    return profile.graph.ops[line.points[line.peak].op]
