@@ -1,0 +1,93 @@
+"""Tell the sums that autograd's engine would do in place.
+
+When two gradients meet, the engine adds the second into the first if nobody else holds it. Under
+any dispatch mode it declines to, and a recording would show an allocation that never happens
+otherwise. So a recorded sum is judged here as the engine would judge it without the mode.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from leanstep import torch_private
+from leanstep.ir import Value
+
+
+class EngineSums:
+    """Follow which node made which storage, and judge each sum in backward."""
+
+    def __init__(self) -> None:
+        self._maker: dict[int, int] = {}
+        self._alone = _counts_when_alone()
+
+    def wrote(self, values: Sequence[Value]) -> None:
+        """Note which node's run wrote these values."""
+        if torch_private.in_backward() and (node := torch_private.current_node()) is not None:
+            number = torch_private.node_number(node)
+            self._maker.update((value.storage, number) for value in values)
+
+    def sees(self, name: str, args: Sequence[Any], first: Value | None = None) -> bool:
+        """Say whether this op is a sum that the engine would do in place."""
+        if name != "aten.add.Tensor" or len(args) != 2 or not torch_private.in_backward():
+            return False
+        node, (old, new) = torch_private.current_node(), args
+        if node is None or not isinstance(new, torch.Tensor) or torch.is_grad_enabled():
+            return False
+        own = first is not None and self._maker.get(first.storage) == torch_private.node_number(node)
+        if own and not _has_double_edge(node):
+            # The node adds two results of its own: an op like any other.
+            return False
+        return old.shape == new.shape and _is_dense(old) and _counts(args) == self._alone
+
+
+def _has_double_edge(node: Any) -> bool:
+    """Whether a node sends two gradients to one place, as the product of a tensor with itself."""
+    edges = [edge for edge in node.next_functions if edge[0] is not None]
+    return len(set(edges)) < len(edges)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill their memory without overlap, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
+    ):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _counts(args: Sequence[Any]) -> tuple[int, int]:
+    """The references to the first summand and to its storage, as seen from here."""
+    return (
+        torch_private.tensor_use_count(args[0]),
+        torch_private.storage_use_count(torch_private.storage_address(args[0])),
+    )
+
+
+class _Probe(torch_private.TorchDispatchMode):
+    counts: tuple[int, int] = (0, 0)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if str(func) == "aten.add.Tensor" and torch_private.in_backward():
+            self._look(args)
+        return func(*args, **(kwargs or {}))
+
+    def _look(self, args: Sequence[Any]) -> None:
+        self.counts = self._look_deeper(args)
+
+    def _look_deeper(self, args: Sequence[Any]) -> tuple[int, int]:
+        return _counts(args)
+
+
+def _counts_when_alone() -> tuple[int, int]:
+    """See, in a sum that nobody else holds, what the counts are with this version of torch."""
+    leaf = torch.ones(2, requires_grad=True)
+    with torch.enable_grad(), _Probe() as probe:
+        shared = leaf * 1.5
+        (shared * 2.0 + shared * 3.0).sum().backward()
+    return probe.counts

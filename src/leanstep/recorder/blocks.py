@@ -1,0 +1,171 @@
+"""Find the blocks of a model: the units that a plan decides about.
+
+A block is an outermost module that is repeated (its class occurs at least twice and it is more
+than one of torch's own layers) or large (a good share of what autograd saves). Containers are
+looked through: the four stages of a ResNet are not blocks, their residual blocks are. Where the
+layers of a Sequential are torch's own, a stretch from one weight to the next forms a block. A
+model with none of these is one block.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from leanstep.ir import Block, Graph, ModuleCall
+from leanstep.recorder.values import has_storage
+
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+# A module that saves at least this share of the step's activations is a block of its own.
+LARGE_SHARE = 0.25
+
+
+def find_blocks(model: nn.Module, graph: Graph) -> tuple[Block, ...]:
+    """Every call of every block, in the order of the step."""
+    modules = dict(model.named_modules())
+    called = {call.path for call in graph.calls}
+    shares = _saved_shares(graph)
+    repeated = Counter(type(m) for path, m in modules.items() if path in called and _is_unit(m))
+    paths: list[str] = []
+    stretches: list[tuple[str, tuple[str, ...]]] = []
+    for path, module in modules.items():
+        if path not in called or _is_inside(path, paths, stretches):
+            continue
+        if path and _is_unit(module) and repeated[type(module)] >= 2:
+            paths.append(path)
+        elif path and _is_large(path, module, modules, shares, repeated):
+            paths.append(path)
+        elif isinstance(module, nn.Sequential):
+            stretches.extend((path, children) for children in _stretches(module))
+    if not paths and not stretches:
+        paths.append("")
+    return tuple(sorted(_blocks(graph, paths, stretches), key=lambda block: block.start))
+
+
+def _is_unit(module: nn.Module) -> bool:
+    """Whether a module is more than a container or one of torch's own layers."""
+    if isinstance(module, CONTAINERS):
+        return False
+    is_torchs_own = type(module).__module__.startswith("torch.nn.modules")
+    return not is_torchs_own or _has_callable_children(module)
+
+
+def _has_callable_children(module: nn.Module) -> bool:
+    return any(not isinstance(child, CONTAINERS) for child in module.children())
+
+
+def _is_inside(
+    path: str, paths: list[str], stretches: list[tuple[str, tuple[str, ...]]]
+) -> bool:
+    owners = [*paths, *(f"{p}.{c}".removeprefix(".") for p, cs in stretches for c in cs)]
+    return any(path == owner or path.startswith(f"{owner}.") for owner in owners)
+
+
+def _is_large(
+    path: str,
+    module: nn.Module,
+    modules: dict[str, nn.Module],
+    shares: dict[str, float],
+    repeated: Counter[type],
+) -> bool:
+    if not _is_unit(module) or shares.get(path, 0.0) < LARGE_SHARE:
+        return False
+    inner = (m for p, m in modules.items() if p.startswith(f"{path}."))
+    return not any(_is_unit(m) and repeated[type(m)] >= 2 for m in inner)
+
+
+def _stretches(module: nn.Sequential) -> Iterator[tuple[str, ...]]:
+    """Cut a Sequential of torch's own layers before each layer with a weight matrix."""
+    children = list(module.named_children())
+    if len(children) < 2 or any(_is_unit(c) or isinstance(c, CONTAINERS) for _, c in children):
+        return
+    stretch: list[str] = []
+    for name, child in children:
+        if stretch and any(p.dim() > 1 for p in child.parameters()):
+            yield tuple(stretch)
+            stretch = []
+        stretch.append(name)
+    yield tuple(stretch)
+
+
+def _saved_shares(graph: Graph) -> dict[str, float]:
+    """The share of the saved bytes that each module saves, those inside it included."""
+    seen: set[int] = set()
+    totals: Counter[str] = Counter()
+    for save in graph.saves:
+        storage = graph.storages[save.value.storage]
+        if save.value.storage in seen or storage.birth < 0:
+            continue
+        seen.add(save.value.storage)
+        for path in _ancestors(graph.calls, save.call):
+            totals[path] += storage.nbytes
+    whole = totals[""] or 1
+    return {path: nbytes / whole for path, nbytes in totals.items()}
+
+
+def _ancestors(calls: tuple[ModuleCall, ...], index: int) -> Iterator[str]:
+    while index >= 0:
+        yield calls[index].path
+        index = calls[index].parent
+
+
+def _blocks(
+    graph: Graph, paths: list[str], stretches: list[tuple[str, tuple[str, ...]]]
+) -> Iterator[Block]:
+    wanted = set(paths)
+    children_of = {}
+    for path, children in stretches:
+        children_of.setdefault(path, []).append(children)
+    for index, call in enumerate(graph.calls):
+        if _inside_another(graph.calls, call, wanted):
+            continue
+        if call.path in wanted:
+            saves = _saves_in(graph, {index})
+            yield Block(
+                call.path, call.class_name, call.occurrence, call.start, call.stop, saves
+            )
+        for children in children_of.get(call.path, ()):
+            block = _stretch_block(graph, index, children)
+            if block is not None:
+                yield block
+
+
+def _inside_another(calls: tuple[ModuleCall, ...], call: ModuleCall, wanted: set[str]) -> bool:
+    return any(path in wanted for path in _ancestors(calls, call.parent))
+
+
+def _stretch_block(graph: Graph, parent: int, children: tuple[str, ...]) -> Block | None:
+    prefix = graph.calls[parent].path
+    owned = [f"{prefix}.{child}".removeprefix(".") for child in children]
+    calls = [
+        index
+        for index, call in enumerate(graph.calls)
+        if call.parent == parent and call.path in owned
+    ]
+    if len(calls) != len(children):
+        return None
+    first, last = graph.calls[calls[0]], graph.calls[calls[-1]]
+    return Block(
+        path=prefix,
+        class_name="Sequential",
+        occurrence=graph.calls[parent].occurrence,
+        start=first.start,
+        stop=last.stop,
+        saves=_saves_in(graph, set(calls)),
+        children=children,
+    )
+
+
+def _saves_in(graph: Graph, roots: set[int]) -> tuple[int, ...]:
+    inside = set(roots)
+    for index, call in enumerate(graph.calls):
+        if call.parent in inside:
+            inside.add(index)
+    return tuple(index for index, save in enumerate(graph.saves) if save.call in inside)
+
+
+def shared_tensor_count(model: torch.nn.Module) -> int:
+    """How many parameters of a model have a storage; used in its fingerprint."""
+    return sum(1 for parameter in model.parameters() if has_storage(parameter))

@@ -1,0 +1,93 @@
+"""What torch's operator schemas say about an op, and what they leave out."""
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from leanstep.ir import Fact
+from leanstep.torch_private import operator_arguments
+
+# These ops write their running statistics although their schema does not say so.
+HIDDEN_WRITES = {
+    "aten.native_batch_norm.default": ("running_mean", "running_var"),
+    "aten.cudnn_batch_norm.default": ("running_mean", "running_var"),
+    "aten.miopen_batch_norm.default": ("running_mean", "running_var"),
+}
+
+# Their values reach Python, so the code that follows may depend on data.
+HOST_READS = ("aten._local_scalar_dense", "aten.equal", "aten.is_nonzero", "aten.item")
+
+COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
+
+
+@dataclass(frozen=True, slots=True)
+class OpInfo:
+    """What holds for every call of one operator."""
+
+    name: str
+    argument_names: tuple[str, ...]
+    written: frozenset[str]
+    facts: tuple[Fact, ...]
+    may_draw: bool
+
+
+@functools.cache
+def op_info(func: Any) -> OpInfo:
+    """Read an operator's schema and tags once."""
+    name, arguments = str(func), operator_arguments(func)
+    written = {a.name for a in arguments if a.alias_info and a.alias_info.is_write}
+    written.update(HIDDEN_WRITES.get(name, ()))
+    facts = []
+    if name.startswith(HOST_READS) or torch.Tag.data_dependent_output in func.tags:
+        facts.append(Fact.HOST_READ)
+    if torch.Tag.dynamic_output_shape in func.tags:
+        facts.append(Fact.DYNAMIC_SHAPE)
+    if func.namespace in COLLECTIVE_NAMESPACES:
+        facts.append(Fact.COLLECTIVE)
+    return OpInfo(
+        name=name,
+        argument_names=tuple(a.name for a in arguments),
+        written=frozenset(written),
+        facts=tuple(facts),
+        may_draw=torch.Tag.nondeterministic_seeded in func.tags,
+    )
+
+
+def named_arguments(
+    info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """Pair each argument of a call with its name in the schema."""
+    yield from zip(info.argument_names, args, strict=False)
+    yield from kwargs.items()
+
+
+def written_names(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> frozenset[str]:
+    """The arguments this call writes; batch norm leaves its statistics alone in evaluation."""
+    if info.name not in HIDDEN_WRITES:
+        return info.written
+    named = dict(named_arguments(info, args, kwargs))
+    return info.written if named.get("training") else frozenset()
+
+
+def call_facts(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Fact, ...]:
+    """What holds for this call: an attention op with dropout 0 draws nothing, for example."""
+    if not info.may_draw:
+        return info.facts
+    named = dict(named_arguments(info, args, kwargs))
+    if named.get("generator") is not None:
+        return (*info.facts, Fact.RANDOM, Fact.OWN_GENERATOR)
+    switched_off = named.get("train") is False or named.get("training") is False
+    draws = named.get("dropout_p", named.get("p", 1.0)) != 0.0 and not switched_off
+    return (*info.facts, Fact.RANDOM) if draws else info.facts
+
+
+def tensors_in(argument: Any) -> Iterator[torch.Tensor]:
+    """The tensors of one argument: itself, or those of a list."""
+    if isinstance(argument, torch.Tensor):
+        yield argument
+    elif isinstance(argument, (list, tuple)):
+        for item in argument:
+            yield from tensors_in(item)

@@ -1,0 +1,28 @@
+"""The line of the user's code that an op comes from."""
+
+import functools
+import sys
+from pathlib import Path
+
+import torch
+
+_SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
+_OURS_FOR_USERS = str(Path(__file__).parent.parent / "models")
+
+
+def user_source() -> str:
+    """The innermost line that belongs neither to torch nor to leanstep, as `model.py:88`."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if not _is_skipped(frame.f_code.co_filename):
+            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+@functools.cache
+def _is_skipped(filename: str) -> bool:
+    """Whether a file is machinery rather than the user's model."""
+    if filename.startswith(_OURS_FOR_USERS):
+        return False
+    return filename.startswith((*_SKIPPED, "<"))

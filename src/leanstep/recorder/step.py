@@ -1,0 +1,369 @@
+"""Record one training step while it runs.
+
+A dispatch mode below autograd sees every op of forward, backward and optimizer; hooks on modules
+tell where it ran; saved-tensor hooks tell what autograd saves, when backward asks for it and when
+it is let go. Nothing is called twice and nothing is kept alive: storages are followed by weak
+references, and the storage's *natural* death (what if autograd held nothing?) is read off its use
+count, less the tensors that stand in for autograd's.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from leanstep import torch_private
+from leanstep.ir import Category, Fact, Graph, ModuleCall, Op, Phase, Save, Storage, Unpack, Value
+from leanstep.recorder.accumulation import EngineSums
+from leanstep.recorder.facts import (
+    OpInfo,
+    call_facts,
+    named_arguments,
+    op_info,
+    tensors_in,
+    written_names,
+)
+from leanstep.recorder.signatures import Signatures
+from leanstep.recorder.source import user_source
+from leanstep.recorder.values import StorageBook, has_storage
+from leanstep.step import TrainingStep
+from leanstep.truth import OpMeter, allocated_bytes
+
+
+class _Saved:
+    """What autograd holds instead of a tensor while a step is recorded."""
+
+    __slots__ = ("index", "recording", "tensor")
+
+    def __init__(self, recording: "StepRecording", index: int, tensor: torch.Tensor) -> None:
+        self.recording, self.index, self.tensor = recording, index, tensor
+
+    def __del__(self) -> None:
+        self.recording.released(self.index)
+
+
+class StepRecording(torch_private.TorchDispatchMode):
+    """The dispatch mode and hooks that write down one step."""
+
+    def __init__(self, meter: OpMeter, signatures: Signatures) -> None:
+        super().__init__()
+        self.meter, self.signatures = meter, signatures
+        self.ops: list[Op] = []
+        self.saves: list[Save] = []
+        self.unpacks: list[Unpack] = []
+        self.calls: list[ModuleCall] = []
+        self.book = StorageBook(self._died)
+        self.nbytes: list[int] = []
+        self.births: list[int] = []
+        self.deaths: dict[int, int] = {}
+        self.natural_deaths: dict[int, int] = {}
+        self.categories: dict[int, Category] = {}
+        self.in_optimizer = False
+        self._internal = False
+        self._holds: dict[int, int] = {}
+        self._addresses: dict[int, int] = {}
+        self._stack: list[int] = [-1]
+        self._occurrences: dict[str, int] = {}
+        self._origins: dict[int, tuple[int, str]] = {}
+        self._sums = EngineSums()
+        self._generator: int | None = None
+        self._started = 0
+
+    # What is there before the step.
+
+    def adopt(self, tensor: torch.Tensor, category: Category) -> None:
+        """Register a tensor that exists before the step."""
+        if has_storage(tensor) and self.book.find(tensor) is None:
+            self._add_storage(tensor, birth=-1)
+            self.categories[len(self.nbytes) - 1] = category
+
+    def mark(self, tensor: torch.Tensor, category: Category) -> None:
+        """Say what a storage that was born in the step is for."""
+        if has_storage(tensor) and (number := self.book.find(tensor)) is not None:
+            self.categories.setdefault(number, category)
+
+    # Ops.
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run one op and write it down."""
+        kwargs = kwargs or {}
+        if self._internal:
+            return func(*args, **kwargs)
+        info = op_info(func)
+        self._poll_natural_deaths()
+        reads, written = self._reads(info, args, kwargs)
+        facts = call_facts(info, args, kwargs)
+        cost = self.signatures.add(func, args, kwargs)
+        sums_in_place = self._sums.sees(info.name, args, reads[0] if reads else None)
+        self._started += 1
+        with self.meter.op():
+            out = func(*args, **kwargs)
+        if sums_in_place:
+            self.book.replace(out, reads[0].storage)
+            written = [reads[0].storage]
+        writes = [self.book.write(number) for number in written]
+        writes.extend(self._births(out))
+        if Fact.RANDOM in facts and _draws_on_cpu(out):
+            reads, writes = self._with_generator(reads, writes)
+        call, source = self._origin()
+        self._sums.wrote(writes)
+        self.ops.append(
+            Op(
+                name=info.name,
+                phase=self._phase(),
+                call=call,
+                source=source,
+                reads=tuple(dict.fromkeys(reads)),
+                writes=tuple(writes),
+                rise_bytes=-1 if not sums_in_place else 0,
+                cost=cost,
+                facts=self._facts(facts, written),
+            )
+        )
+        return out
+
+    def _reads(
+        self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[list[Value], list[int]]:
+        """The values an op reads, and the storages among them that it writes."""
+        reads: list[Value] = []
+        written: dict[int, None] = {}
+        names = written_names(info, args, kwargs)
+        for name, argument in named_arguments(info, args, kwargs):
+            for tensor in tensors_in(argument):
+                if not has_storage(tensor):
+                    continue
+                number = self.book.find(tensor)
+                if number is None:
+                    # Made behind torch's back (from NumPy, say): it was there all along.
+                    number = self._add_storage(tensor, birth=-1)
+                reads.append(self.book.value(number))
+                if name in names:
+                    written[number] = None
+        return reads, list(written)
+
+    def _births(self, out: Any) -> list[Value]:
+        births = []
+        for tensor in tensors_in(out):
+            if has_storage(tensor) and self.book.find(tensor) is None:
+                births.append(self.book.value(self._add_storage(tensor, birth=len(self.ops))))
+        return births
+
+    def _add_storage(self, tensor: torch.Tensor, *, birth: int) -> int:
+        number = self.book.add(tensor)
+        self._extend(number)
+        self.nbytes[number] = allocated_bytes(tensor)
+        self.births[number] = birth
+        return number
+
+    def _extend(self, number: int) -> None:
+        self.nbytes.extend([0] * (number + 1 - len(self.nbytes)))
+        self.births.extend([-1] * (number + 1 - len(self.births)))
+
+    def _with_generator(
+        self, reads: list[Value], writes: list[Value]
+    ) -> tuple[list[Value], list[Value]]:
+        if self._generator is None:
+            self._generator = self.book.add_abstract()
+            self._extend(self._generator)
+            self.categories[self._generator] = Category.GENERATOR
+        before = self.book.value(self._generator)
+        return [*reads, before], [*writes, self.book.write(self._generator)]
+
+    def _facts(self, facts: tuple[Fact, ...], written: list[int]) -> tuple[Fact, ...]:
+        static = (Category.PARAMETER, Category.BUFFER)
+        if any(self.categories.get(number) in static for number in written):
+            return (*facts, Fact.WRITES_BUFFER)
+        return facts
+
+    def _phase(self) -> Phase:
+        if self.in_optimizer:
+            return Phase.OPTIMIZER
+        return Phase.BACKWARD if torch_private.in_backward() else Phase.FORWARD
+
+    def _origin(self) -> tuple[int, str]:
+        """The module call and source line of an op; a backward op has those of its forward."""
+        node = torch_private.current_node() if torch_private.in_backward() else None
+        if node is not None:
+            return self._origins.get(torch_private.node_number(node), (-1, ""))
+        origin = (self._stack[-1], user_source())
+        self._origins[torch_private.next_node_number() - 1] = origin
+        return origin
+
+    # Deaths.
+
+    def _died(self, number: int) -> None:
+        self.deaths[number] = self._started - 1
+
+    def _poll_natural_deaths(self) -> None:
+        for number, holds in list(self._holds.items()):
+            if torch_private.storage_use_count(self._addresses[number]) <= holds:
+                self.natural_deaths[number] = self._started - 1
+                del self._holds[number]
+
+    # What autograd saves.
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Note a tensor that autograd saves."""
+        if not has_storage(tensor):
+            return tensor
+        number = self.book.find(tensor)
+        if number is None:
+            number = self._add_storage(tensor, birth=-1)
+        self._internal = True
+        standin = tensor.detach()
+        self._internal = False
+        if number not in self.natural_deaths:
+            self._holds[number] = self._holds.get(number, 0) + 1
+            self._addresses[number] = torch_private.storage_address(tensor)
+        self.saves.append(Save(self.book.value(number), self._stack[-1], len(self.ops), -1))
+        return _Saved(self, len(self.saves) - 1, standin)
+
+    def unpack(self, saved: Any) -> torch.Tensor:
+        """Note that backward asks for a saved tensor."""
+        if isinstance(saved, torch.Tensor):
+            return saved
+        self.unpacks.append(Unpack(saved.index, len(self.ops)))
+        tensor: torch.Tensor = saved.tensor
+        return tensor
+
+    def released(self, index: int) -> None:
+        """Note that autograd let a saved tensor go."""
+        save = self.saves[index]
+        self.saves[index] = Save(save.value, save.call, save.position, len(self.ops))
+        number = save.value.storage
+        if number in self._holds:
+            self._poll_natural_deaths()
+        if number in self._holds:
+            self._holds[number] -= 1
+            if not self._holds[number]:
+                # Python outlived autograd: the natural death is the real one.
+                del self._holds[number]
+
+    # Modules.
+
+    def enter(self, path: str, module: torch.nn.Module) -> None:
+        """Note that a module's forward begins."""
+        occurrence = self._occurrences.get(path, 0)
+        self._occurrences[path] = occurrence + 1
+        start = len(self.ops)
+        self.calls.append(
+            ModuleCall(path, type(module).__name__, occurrence, self._stack[-1], start, -1)
+        )
+        self._stack.append(len(self.calls) - 1)
+
+    def leave(self) -> None:
+        """Note that the innermost module's forward ended."""
+        index = self._stack.pop()
+        call = self.calls[index]
+        self.calls[index] = ModuleCall(
+            call.path, call.class_name, call.occurrence, call.parent, call.start, len(self.ops)
+        )
+
+    # The result.
+
+    def graph(self) -> Graph:
+        """The recording as a frozen graph; call it after the step and outside the mode."""
+        rises = iter(self.meter.rises())
+        ops = tuple(
+            _with_rise(op, max(0, rise if op.rise_bytes < 0 else op.rise_bytes))
+            for op, rise in zip(self.ops, rises, strict=True)
+        )
+        saved = {save.value.storage for save in self.saves}
+        storages = tuple(self._storage(number, saved) for number in range(len(self.nbytes)))
+        return Graph(
+            ops, storages, tuple(self.saves), tuple(self.unpacks), tuple(self.calls)
+        )
+
+    def _storage(self, number: int, saved: set[int]) -> Storage:
+        end = len(self.ops)
+        death = self.deaths.get(number, end)
+        birth = self.births[number]
+        category = self.categories.get(number)
+        if category is None and birth < 0:
+            category = Category.OTHER
+        if category is None:
+            crosses = self._crosses_into_backward(birth, death)
+            category = Category.ACTIVATION if number in saved or crosses else Category.TEMPORARY
+        natural = min(death, self.natural_deaths.get(number, death))
+        return Storage(self.nbytes[number], category, birth, death, natural)
+
+    def _crosses_into_backward(self, birth: int, death: int) -> bool:
+        if self.ops[birth].phase is not Phase.FORWARD or death + 1 >= len(self.ops):
+            return False
+        return self.ops[death + 1].phase is not Phase.FORWARD
+
+
+def record(step: TrainingStep, signatures: Signatures) -> Graph:
+    """Run one training step and return its graph; the caller keeps what the step changes."""
+    with OpMeter(step.device) as meter:
+        recording = StepRecording(meter, signatures)
+        with ExitStack() as stack:
+            stack.enter_context(_module_hooks(step.model, recording))
+            _adopt_static(step, recording)
+            stack.enter_context(recording)
+            _run(step, recording)
+    return recording.graph()
+
+
+def _run(step: TrainingStep, recording: StepRecording) -> None:
+    with torch.autograd.graph.saved_tensors_hooks(recording.pack, recording.unpack):
+        loss = step.compute_loss()
+    loss.backward()
+    del loss
+    for parameter in step.parameters():
+        if parameter.grad is not None:
+            recording.mark(parameter.grad, Category.GRADIENT)
+    recording.in_optimizer = True
+    step.update()
+
+
+def _adopt_static(step: TrainingStep, recording: StepRecording) -> None:
+    for parameter in step.parameters():
+        recording.adopt(parameter.detach(), Category.PARAMETER)
+        if parameter.grad is not None:
+            recording.adopt(parameter.grad, Category.GRADIENT)
+    for buffer in step.model.buffers():
+        recording.adopt(buffer, Category.BUFFER)
+    state = step.optimizer.state.values() if step.optimizer else ()
+    for leaf in torch_private.tree_leaves([dict(entry) for entry in state]):
+        if isinstance(leaf, torch.Tensor):
+            recording.adopt(leaf, Category.OPTIMIZER_STATE)
+    for leaf in torch_private.tree_leaves(step.batch):
+        if isinstance(leaf, torch.Tensor):
+            recording.adopt(leaf, Category.INPUT)
+
+
+@contextmanager
+def _module_hooks(model: torch.nn.Module, recording: StepRecording) -> Iterator[None]:
+    with ExitStack() as stack:
+        for path, module in model.named_modules():
+            for handle in _hook(path, module, recording):
+                stack.callback(handle.remove)
+        yield
+
+
+def _hook(path: str, module: torch.nn.Module, recording: StepRecording) -> tuple[Any, Any]:
+    def before(module: torch.nn.Module, _: Any) -> None:
+        recording.enter(path, module)
+
+    def after(*_: Any) -> None:
+        recording.leave()
+
+    return (
+        module.register_forward_pre_hook(before, prepend=True),
+        module.register_forward_hook(after, always_call=True),
+    )
+
+
+def _with_rise(op: Op, rise_bytes: int) -> Op:
+    return Op(
+        op.name, op.phase, op.call, op.source, op.reads, op.writes, rise_bytes, op.cost, op.facts
+    )
+
+
+def _draws_on_cpu(out: Any) -> bool:
+    return any(tensor.device.type == "cpu" for tensor in tensors_in(out))

@@ -1,0 +1,163 @@
+"""What one training step is: the same for recording, measuring, timing and comparing."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from leanstep.errors import InputError
+from leanstep.torch_private import original_step, tree_leaves
+
+Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """Forward, backward, optimizer, gradients to None: what a training loop does with one batch.
+
+    With `gradients_kept` the gradients stay from step to step, as in gradient accumulation.
+    """
+
+    model: torch.nn.Module
+    batch: Any
+    loss: Loss
+    optimizer: torch.optim.Optimizer | None = None
+    gradients_kept: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's parameters are."""
+        return next(self.model.parameters()).device
+
+    def compute_loss(self) -> torch.Tensor:
+        """Run forward."""
+        return self.loss(self.model, self.batch)
+
+    def update(self) -> None:
+        """Run the optimizer, past hooks of the user's, then drop the gradients."""
+        if self.optimizer is not None and not self.gradients_kept:
+            original_step(self.optimizer)()
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """End the step: gradients to None, unless they are kept."""
+        if not self.gradients_kept:
+            for parameter in self.parameters():
+                parameter.grad = None
+
+    def run(self) -> None:
+        """Run the whole step once."""
+        self.compute_loss().backward()
+        self.update()
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Every parameter the step touches: the model's, and others the optimizer holds."""
+        seen = set[int]()
+        own = list(self.model.parameters())
+        groups = self.optimizer.param_groups if self.optimizer else []
+        for parameter in own + [p for group in groups for p in group["params"]]:
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield parameter
+
+
+def call_model(model: torch.nn.Module, batch: Any) -> Any:
+    """Call a model with a batch: a dict as keywords, a tuple or list in order, else as it is."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, (tuple, list)):
+        return model(*batch)
+    return model(batch)
+
+
+def default_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    """Take the loss from the model's output: its `.loss`, or the output itself if a scalar."""
+    output = call_model(model, batch)
+    if isinstance(output, torch.Tensor):
+        return output
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    raise InputError(
+        f"the model returned {type(output).__name__} without a loss: "
+        "pass loss=, a function of model and batch that returns a scalar tensor"
+    )
+
+
+def checked_loss(loss: Loss) -> Loss:
+    """Let a loss function through only when it returns a scalar that backward can start from."""
+
+    def compute(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        value = loss(model, batch)
+        if not isinstance(value, torch.Tensor):
+            raise InputError(f"the loss is {type(value).__name__}, not a tensor: return a scalar")
+        if value.numel() != 1:
+            raise InputError(
+                f"the loss has shape {tuple(value.shape)}, not one number: reduce it, "
+                "for example with .mean()"
+            )
+        if not value.requires_grad:
+            raise InputError("the loss does not depend on any trainable parameter of the model")
+        return value
+
+    return compute
+
+
+def make_step(
+    model: torch.nn.Module,
+    batch: Any,
+    loss: Loss | None,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    gradients_kept: bool = False,
+) -> TrainingStep:
+    """Check what the user gave, once, and make the step of it."""
+    if not isinstance(model, torch.nn.Module):
+        raise InputError(f"model is {type(model).__name__}, not a torch.nn.Module")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise InputError("the model has no trainable parameters: there is no backward to plan for")
+    _check_devices(model, batch)
+    _check_optimizer(model, optimizer)
+    return TrainingStep(
+        model, batch, checked_loss(loss or default_loss), optimizer, gradients_kept
+    )
+
+
+def _check_devices(model: torch.nn.Module, batch: Any) -> None:
+    home = {p.device for p in model.parameters()}
+    if len(home) > 1:
+        raise InputError(
+            f"the model's parameters are on {len(home)} devices "
+            f"({', '.join(sorted(map(str, home)))}): leanstep plans for one"
+        )
+    (device,) = home
+    for leaf in tree_leaves(batch):
+        # A 0-dim CPU tensor mixes freely with any device.
+        if isinstance(leaf, torch.Tensor) and leaf.device != device and leaf.dim() > 0:
+            raise InputError(
+                f"the batch has a tensor on {leaf.device} but the model is on {device}: "
+                f"move it with .to({str(device)!r})"
+            )
+
+
+def _check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    if optimizer is None:
+        return
+    own = {id(p) for p in model.parameters()}
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not own & held:
+        raise InputError(
+            "the optimizer holds none of this model's parameters: "
+            "build it from model.parameters(), after moving the model to its device"
+        )
+
+
+def no_autocast() -> AbstractContextManager[object]:
+    """Switch autocast off for a while, where it is on: recorded casts are ops of their own."""
+    stack = ExitStack()
+    for kind in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(kind):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack

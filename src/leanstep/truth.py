@@ -1,0 +1,166 @@
+"""The measured peak, from the allocator itself.
+
+On CUDA the allocator keeps the figure. On the CPU the only witness is the stream of memory events
+of torch's profiler, and it has two traps: it does not report the return of what was allocated
+before the profiler started (so the level seems to grow), and it may know stale sizes from an
+earlier run. So one profiler run holds a whole warm step and then the measured one, and a reading
+whose net change over the measured step is not zero is refused.
+
+To find one's place in the stream, a marker is allocated and freed: a size nobody else asks for.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from leanstep.errors import MeasureError
+from leanstep.torch_private import memory_event_bytes
+
+_MARKER_BYTES = 1_000_003
+
+# The CUDA caching allocator hands out multiples of this, and counts them.
+_CUDA_ROUNDING_BYTES = 512
+
+# Kineto reports every start and stop on standard error unless told otherwise before its first use.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+
+def allocated_bytes(tensor: torch.Tensor) -> int:
+    """What a tensor's storage takes from the allocator."""
+    nbytes = tensor.untyped_storage().nbytes()
+    if tensor.device.type == "cuda":
+        return -(-nbytes // _CUDA_ROUNDING_BYTES) * _CUDA_ROUNDING_BYTES
+    return nbytes
+
+
+def peak_rise_bytes(step: Callable[[], object], device: torch.device) -> int:
+    """How far the level rises above its start in a step, after one warm step."""
+    if device.type == "cuda":
+        return _cuda_peak_rise(step, device)
+    for _ in range(3):
+        changes = _cpu_changes(step)
+        if sum(changes) == 0:
+            return _highest(changes)
+    raise MeasureError(
+        f"the step's memory does not return to its start ({sum(changes):+,} bytes): "
+        "does something in it keep tensors from step to step?"
+    )
+
+
+def median_seconds(step: Callable[[], object], device: torch.device, repeats: int = 3) -> float:
+    """The median time of a step, after one warm step."""
+    step()
+    seconds = []
+    for _ in range(repeats):
+        _synchronize(device)
+        start = time.perf_counter()
+        step()
+        _synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return sorted(seconds)[len(seconds) // 2]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _cuda_peak_rise(step: Callable[[], object], device: torch.device) -> int:
+    step()
+    torch.cuda.synchronize(device)
+    start = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - start
+
+
+def _cpu_changes(step: Callable[[], object]) -> list[int]:
+    """The allocator's events of the second of two runs of a step."""
+    with _cpu_profiler() as profiler:
+        step()
+        _mark()
+        step()
+        _mark()
+    events = memory_event_bytes(profiler)
+    (_, measured, _) = _split(events)
+    return measured
+
+
+def _cpu_profiler() -> profile:
+    return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+
+
+def _mark() -> None:
+    torch.empty(_MARKER_BYTES, dtype=torch.uint8)
+
+
+def _split(events: list[int]) -> list[list[int]]:
+    """Cut the stream at its markers; each marker is taken and given back at once."""
+    parts: list[list[int]] = [[]]
+    for nbytes in events:
+        if nbytes == _MARKER_BYTES:
+            parts.append([])
+        elif nbytes != -_MARKER_BYTES:
+            parts[-1].append(nbytes)
+    return parts
+
+
+def _highest(changes: list[int]) -> int:
+    level = highest = 0
+    for change in changes:
+        level += change
+        highest = max(highest, level)
+    return highest
+
+
+class OpMeter:
+    """Measure, for every op of a recorded step, how far the level rises inside it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._profiler = None if device.type == "cuda" else _cpu_profiler()
+        self._rises: list[int] = []
+
+    def __enter__(self) -> Self:
+        if self._profiler is not None:
+            self._profiler.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._profiler is not None:
+            self._profiler.__exit__(kind, error, trace)
+            parts = _split(memory_event_bytes(self._profiler))
+            self._rises = [_highest(part) for part in parts[1::2]]
+
+    def op(self) -> AbstractContextManager[None]:
+        """Hold one op."""
+        return self._cuda_op() if self._profiler is None else self._cpu_op()
+
+    def rises(self) -> list[int]:
+        """The rise of each op in turn; known after the meter is closed."""
+        return self._rises
+
+    @contextmanager
+    def _cpu_op(self) -> Iterator[None]:
+        _mark()
+        yield
+        _mark()
+
+    @contextmanager
+    def _cuda_op(self) -> Iterator[None]:
+        start = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        yield
+        self._rises.append(torch.cuda.max_memory_allocated(self._device) - start)
