@@ -1,0 +1,129 @@
+"""Apply a plan to a model, and undo it."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from leanstep.engines.attach import attach, can_attach, detach, is_attached
+from leanstep.engines.runtime import BlockRuntime, Round, SizeWatch
+from leanstep.errors import InputError, PlanError
+from leanstep.ir import Decision, Engine, Plan
+
+ENGINES = ("auto", "replay", "module")
+
+
+class Applied:
+    """A plan in force; `remove()` ends it."""
+
+    def __init__(self, model: torch.nn.Module, plan: Plan) -> None:
+        self.model, self.plan = model, plan
+        self.modules: list[torch.nn.Module] = []
+
+    def remove(self) -> None:
+        """Give the model back exactly as it was."""
+        while self.modules:
+            detach(self.modules.pop())
+
+
+def apply(model: torch.nn.Module, plan: Plan, *, engine: str = "auto") -> Applied:
+    """Let a model's blocks run as a plan says."""
+    if engine not in ENGINES:
+        raise InputError(f"unknown engine {engine!r}: use one of {', '.join(ENGINES)}")
+    modules = dict(model.named_modules())
+    by_path = _by_path(plan)
+    for path in by_path:
+        _check_block(path, modules)
+    applied = Applied(model, plan)
+    rounds = Round()
+    watch = SizeWatch(plan.peak_bytes, plan.movable_bytes, plan.budget_bytes)
+    for path, decisions in by_path.items():
+        if all(decision.engine is Engine.UNTOUCHED for decision in decisions):
+            continue
+        attach(modules[path], _runner(path, modules[path], decisions, rounds, watch))
+        applied.modules.append(modules[path])
+    return applied
+
+
+def _by_path(plan: Plan) -> dict[str, list[Decision]]:
+    by_path: dict[str, list[Decision]] = {}
+    for decision in plan.decisions:
+        by_path.setdefault(decision.path, []).append(decision)
+    return by_path
+
+
+def _check_block(path: str, modules: dict[str, torch.nn.Module]) -> None:
+    if path not in modules:
+        raise PlanError(f"the plan is for another model: this one has no module {path!r}")
+    if is_attached(modules[path]):
+        raise InputError(f"{path or 'the model'} is already fitted: call remove() first")
+    if not can_attach(modules[path]):
+        raise PlanError(f"{path or 'the model'} has a forward of its own that cannot be wrapped")
+
+
+def _runner(
+    path: str,
+    module: torch.nn.Module,
+    decisions: list[Decision],
+    rounds: Round,
+    watch: SizeWatch,
+) -> Callable[..., Any]:
+    if not decisions[0].children:
+        return BlockRuntime(path, decisions, rounds, watch)
+    stretches: dict[tuple[str, ...], list[Decision]] = {}
+    for decision in decisions:
+        stretches.setdefault(decision.children, []).append(decision)
+    return SequentialRuntime(
+        {
+            children: BlockRuntime(f"{path}[{children[0]}:{children[-1]}]", own, rounds, watch)
+            for children, own in stretches.items()
+        }
+    )
+
+
+class SequentialRuntime:
+    """Run a Sequential whose children form blocks of their own."""
+
+    def __init__(self, stretches: dict[tuple[str, ...], BlockRuntime]) -> None:
+        self.starts = {children[0]: (children, run) for children, run in stretches.items()}
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Call the children in turn, each stretch as one block."""
+        (hidden,) = args
+        names = [name for name, _ in module.named_children()]
+        place = 0
+        while place < len(names):
+            children, runtime = self.starts.get(names[place], ((names[place],), None))
+            stretch = [module.get_submodule(name) for name in children]
+            if runtime is None:
+                hidden = stretch[0](hidden)
+            else:
+                hidden = runtime(module, _run_stretch(stretch), (hidden,), {})
+            place += len(children)
+        return hidden
+
+
+def _run_stretch(stretch: list[torch.nn.Module]) -> Callable[..., Any]:
+    def forward(_: torch.nn.Module, hidden: Any) -> Any:
+        for child in stretch:
+            hidden = child(hidden)
+        return hidden
+
+    return forward
+
+
+class Suspended(AbstractContextManager[None]):
+    """Take a plan off a model for a while, and put it back."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to do yet."""

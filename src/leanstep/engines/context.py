@@ -1,0 +1,175 @@
+"""What a block call leaves behind for backward, and how dropped values come back from it.
+
+Autograd holds a small handle for each dropped tensor; the handle holds the context. The context
+holds the recorded ops, the sources they start from and what is rebuilt at the moment. It never
+refers to a handle, so nothing here is a cycle and everything goes when autograd lets go.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from leanstep.engines.randomness import cpu_draws_from, cuda_draws_from
+from leanstep.engines.recording import GENERATOR, RecordedOp, Ref
+from leanstep.ir import Value
+from leanstep.rebuild import Program, Session
+from leanstep.recorder.facts import tensors_in
+from leanstep.step import no_autocast
+from leanstep.torch_private import version
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A kept tensor, and how often it had been written when it was kept."""
+
+    tensor: torch.Tensor
+    version: int
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> "Source":
+        """Keep a tensor as it is now."""
+        return Source(tensor, version(tensor))
+
+
+class Context:
+    """One block call, between its forward and the end of its backward."""
+
+    __slots__ = (
+        "_buffers",
+        "_needs",
+        "_ops",
+        "_program",
+        "_random_state",
+        "_session",
+        "_sources",
+        "block_name",
+        "on_backward",
+    )
+
+    def __init__(self, block_name: str, on_backward: Callable[[], None]) -> None:
+        self.block_name = block_name
+        self.on_backward = on_backward
+        self._buffers: dict[int, torch.Tensor] = {}
+        self._session: Session | None = None
+
+    def fill(
+        self,
+        program: Program,
+        ops: Mapping[int, RecordedOp],
+        sources: dict[Value, Source],
+        random_state: torch.Tensor | None,
+    ) -> None:
+        """Give the context what it needs, once forward has ended."""
+        self._program, self._ops, self._sources = program, ops, sources
+        self._random_state = random_state
+        self._session = Session(program)
+        self._needs: dict[Value, int] = {}
+        for value, count in program.wanted.items():
+            for source in program.sources[value]:
+                self._needs[source] = self._needs.get(source, 0) + count
+
+    def rebuild(self, ref: Ref, *, first_time: bool) -> torch.Tensor:
+        """Bring a dropped tensor back."""
+        self.on_backward()
+        assert self._session is not None, "backward asks for a tensor before forward ended"
+        value, session = ref.value, self._session
+        if value in self._sources:
+            return ref.of(self._read(value))
+        with torch.no_grad():
+            for run in session.request(value):
+                self._run(self._ops[run.op.index])
+                for storage in run.frees:
+                    self._buffers.pop(storage, None)
+            tensor = ref.of(self._buffers[value.storage])
+        if first_time:
+            self.answered(value)
+        elif session.uses[value.storage] <= 0:
+            session.present.pop(value.storage, None)
+            self._buffers.pop(value.storage, None)
+        return tensor
+
+    def answered(self, value: Value) -> None:
+        """Count one handle as served; its storage goes when nothing else needs it."""
+        if self._session is not None and self._session.served(value):
+            self._buffers.pop(value.storage, None)
+
+    def released(self, value: Value) -> None:
+        """Let go of the sources that only this handle needed."""
+        if self._session is None:
+            return
+        for source in self._program.sources[value]:
+            self._needs[source] -= 1
+            if not self._needs[source]:
+                self._sources.pop(source, None)
+
+    def _run(self, op: RecordedOp) -> None:
+        args = [self._tensors(arg) for arg in op.args]
+        kwargs = {name: self._tensors(arg) for name, arg in op.kwargs.items()}
+        if op.draw is not None:
+            with cuda_draws_from(op.draw):
+                out = op.func(*args, **kwargs)
+        elif op.rerun.reads and op.rerun.reads[-1].storage == GENERATOR:
+            with cpu_draws_from(self._state_for(op.rerun.reads[-1])):
+                out = op.func(*args, **kwargs)
+        else:
+            out = op.func(*args, **kwargs)
+        if op.births:
+            leaves = list(tensors_in(out))
+            for storage, leaf in op.births:
+                self._buffers[storage] = leaves[leaf]
+
+    def _state_for(self, value: Value) -> torch.Tensor:
+        """The generator's state before a draw; the first one starts from a copy of the call's."""
+        assert self._random_state is not None
+        if value.version == 0:
+            self._buffers[GENERATOR] = self._random_state.clone()
+        return self._buffers[GENERATOR]
+
+    def _tensors(self, argument: Any) -> Any:
+        if isinstance(argument, Ref):
+            return argument.of(self._read(argument.value))
+        if isinstance(argument, (list, tuple)):
+            return type(argument)([self._tensors(item) for item in argument])
+        return argument
+
+    def _read(self, value: Value) -> torch.Tensor:
+        source = self._sources.get(value)
+        if source is None:
+            return self._buffers[value.storage]
+        if version(source.tensor) != source.version:
+            raise RuntimeError(
+                f"leanstep: a tensor that {self.block_name} reads was changed in place between "
+                "forward and backward, so its dropped activations cannot be rebuilt. Keep this "
+                'block with leanstep.fit(..., engine="module"), or change the tensor out of place.'
+            )
+        return source.tensor
+
+
+class Handle:
+    """What autograd holds for a dropped tensor."""
+
+    __slots__ = ("asked", "context", "ref")
+
+    def __init__(self, context: Context, ref: Ref) -> None:
+        self.context, self.ref, self.asked = context, ref, False
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor, rebuilt."""
+        first_time, self.asked = not self.asked, True
+        with no_autocast():
+            return self.context.rebuild(self.ref, first_time=first_time)
+
+    def __del__(self) -> None:
+        if not self.asked:
+            self.context.answered(self.ref.value)
+        self.context.released(self.ref.value)
+
+
+def unpack(packed: Any) -> torch.Tensor:
+    """Answer autograd: a kept tensor is itself, a handle is rebuilt."""
+    if isinstance(packed, Handle):
+        return packed.tensor()
+    tensor: torch.Tensor = packed
+    return tensor

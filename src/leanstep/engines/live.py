@@ -1,0 +1,132 @@
+"""Run a block call while recording it: right for any code, at some microseconds an op.
+
+Every decision is taken when autograd saves a tensor, and only for a value that is known at that
+moment to be rebuildable. If an op later overwrites something such a value starts from, a copy is
+taken first.
+"""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+
+from leanstep.engines.context import Context, Handle, Source, unpack
+from leanstep.engines.recording import GENERATOR, CallRecorder, Ref
+from leanstep.ir import Value
+from leanstep.rebuild import Program, build_program
+from leanstep.recorder.values import has_storage
+
+
+class LiveCall:
+    """One call of a block, recorded as it runs."""
+
+    def __init__(self, context: Context, drop: Collection[str]) -> None:
+        self.context, self.drop = context, drop
+        self.recorder = CallRecorder(self._before_write)
+        self.saves: list[tuple[Ref, bool]] = []
+        self.program: Program | None = None
+        self.random_state: torch.Tensor | None = torch.get_rng_state()
+        self._kept: dict[Value, torch.Tensor] = {}
+        self._copies: dict[Value, torch.Tensor] = {}
+        self._wanted: dict[Value, int] = {}
+        self._relied_on: set[Value] = set()
+        self._proved: set[Value] = set()
+
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the block and leave the context ready for backward."""
+        try:
+            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
+            with hooks, self.recorder:
+                out = forward(*args, **kwargs)
+            self._finish()
+            return out
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        """Let go of every tensor: autograd holds the hooks, and they hold this call."""
+        self.recorder.close()
+        self._kept.clear()
+        self._copies.clear()
+        self.random_state = None
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if not has_storage(tensor):
+            return tensor
+        ref = self.recorder.ref(tensor)
+        storage = ref.value.storage
+        dropped = self.recorder.keys.get(storage) in self.drop and self._prove(ref.value)
+        self.saves.append((ref, dropped))
+        if dropped:
+            self._wanted[ref.value] = self._wanted.get(ref.value, 0) + 1
+            return Handle(self.context, ref)
+        kept = self.recorder.detached(tensor)
+        if not self.recorder.is_outside(storage):
+            self._kept[ref.value] = kept
+        return kept
+
+    def _prove(self, value: Value) -> bool:
+        """See whether a value can be rebuilt, and remember what that relies on."""
+        seen: set[Value] = set()
+        sources: set[Value] = set()
+        pending = [value]
+        while pending:
+            wanted = pending.pop()
+            if wanted in seen or wanted in self._proved:
+                continue
+            seen.add(wanted)
+            if wanted in self and wanted != value:
+                sources.add(wanted)
+            elif (maker := self.recorder.makers.get(wanted)) is not None:
+                pending.extend(maker.reads)
+            else:
+                return False
+        self._proved |= seen
+        self._relied_on |= sources
+        return True
+
+    def __contains__(self, value: object) -> bool:
+        """Whether a value is kept as it is."""
+        assert isinstance(value, Value)
+        if value.storage == GENERATOR:
+            return value.version == 0
+        if value in self._copies:
+            return True
+        is_held = value in self._kept or value in self.recorder.outside
+        return is_held and self.recorder.book.versions[value.storage] == value.version
+
+    def __iter__(self) -> Any:
+        raise TypeError("kept values can be asked for, not listed")
+
+    def __len__(self) -> int:
+        raise TypeError("kept values can be asked for, not counted")
+
+    def _before_write(self, value: Value, tensor: torch.Tensor) -> None:
+        """Copy what an op is about to overwrite, if a dropped value starts from it."""
+        if value in self._relied_on and value not in self._copies:
+            self.recorder.paused = True
+            held = self._kept.get(value, self.recorder.outside.get(value, tensor))
+            copy = torch.empty(0, dtype=torch.uint8, device=held.device)
+            copy.set_(held.untyped_storage().clone())
+            self._copies[value] = copy
+            self.recorder.paused = False
+
+    def _finish(self) -> None:
+        if not self._wanted:
+            return
+        reruns = [op.rerun for op in self.recorder.ops.values()]
+        self.program = build_program(reruns, self._wanted, self)
+        sources = {
+            value: Source.of(self._source(value))
+            for value in self.program.all_sources
+            if value.storage != GENERATOR
+        }
+        ops = {index: self.recorder.ops[index] for index in self.program.reruns}
+        draws = Value(GENERATOR, 0) in self.program.all_sources
+        self.context.fill(self.program, ops, sources, self.random_state if draws else None)
+
+    def _source(self, value: Value) -> torch.Tensor:
+        for held in (self._copies, self._kept, self.recorder.outside):
+            if value in held:
+                return held[value]
+        raise AssertionError(f"{value} is a source but is not held")

@@ -1,0 +1,74 @@
+"""Draw the same random numbers a second time.
+
+On CUDA an op's numbers depend on the generator's seed and offset, so each draw is replayed alone.
+On the CPU the generator is a long state that every draw moves on: a replay starts from the state
+at the block's start and draws in order.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from leanstep.ir import Fact
+from leanstep.recorder.facts import tensors_in
+
+
+@dataclass(frozen=True, slots=True)
+class CudaDraw:
+    """Where a CUDA generator stood before a draw."""
+
+    device_index: int
+    seed: int
+    offset: int
+
+
+def draw_device(
+    facts: tuple[Fact, ...], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> CudaDraw | None:
+    """Where the CUDA generator stands now, if the op is about to draw from it."""
+    if Fact.RANDOM not in facts:
+        return None
+    device = next((tensor.device for tensor in tensors_in(list(args))), kwargs.get("device"))
+    if device is None or torch.device(device).type != "cuda":
+        return None
+    index = torch.device(device).index
+    return cuda_state(torch.cuda.current_device() if index is None else index)
+
+
+def cuda_state(device_index: int) -> CudaDraw:
+    """Where a CUDA generator stands now."""
+    generator = torch.cuda.default_generators[device_index]
+    return CudaDraw(device_index, generator.initial_seed(), generator.get_offset())
+
+
+@contextmanager
+def cuda_draws_from(draw: CudaDraw) -> Iterator[None]:
+    """Let the CUDA generator stand where it stood, for a while."""
+    generator = torch.cuda.default_generators[draw.device_index]
+    now = cuda_state(draw.device_index)
+    _move(generator, draw, now.seed)
+    try:
+        yield
+    finally:
+        _move(generator, now, draw.seed)
+
+
+def _move(generator: torch.Generator, to: CudaDraw, seed: int) -> None:
+    if to.seed != seed:
+        generator.manual_seed(to.seed)
+    generator.set_offset(to.offset)
+
+
+@contextmanager
+def cpu_draws_from(state: torch.Tensor) -> Iterator[None]:
+    """Let the CPU generator stand where it stood; the state is moved on by what is drawn."""
+    now = torch.get_rng_state()
+    torch.set_rng_state(state)
+    try:
+        yield
+        state.copy_(torch.get_rng_state())
+    finally:
+        torch.set_rng_state(now)

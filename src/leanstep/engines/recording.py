@@ -1,0 +1,242 @@
+"""Record one block call while it runs, so that dropped values can be replayed.
+
+The record is made of what the ops below autograd and autocast were called with, so replaying it
+needs no Python of the user's. Tensor arguments become references to a storage at a version with
+size, stride and offset: views need no replay. What comes from outside the call is held to its
+end, since only then is it known what will be needed.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from leanstep import torch_private
+from leanstep.blockgraph import NEVER_RERUN, STATISTICS_ARE_OPTIONAL
+from leanstep.engines.randomness import CudaDraw, draw_device
+from leanstep.ir import Fact, Value
+from leanstep.rebuild import Rerun
+from leanstep.recorder.facts import (
+    OpInfo,
+    call_facts,
+    named_arguments,
+    op_info,
+    tensors_in,
+    written_names,
+)
+from leanstep.recorder.values import StorageBook, has_storage
+
+# The CPU generator, as a storage: every draw moves it to its next version.
+GENERATOR = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A tensor of the recording: a value, and how it is looked at."""
+
+    value: Value
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    def of(self, base: torch.Tensor) -> torch.Tensor:
+        """The same look at another tensor's storage."""
+        if base.dtype is self.dtype:
+            return base.as_strided(self.size, self.stride, self.offset)
+        empty = torch.empty(0, dtype=self.dtype, device=base.device)
+        return empty.set_(base.untyped_storage(), self.offset, self.size, self.stride)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedOp:
+    """One op to run again: its arguments with references, and the storages it allocates.
+
+    `births` pairs each new storage with the place of its tensor among the outputs' leaves.
+    """
+
+    rerun: Rerun
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    births: tuple[tuple[int, int], ...]
+    draw: CudaDraw | None
+
+
+class CallRecorder(torch_private.TorchDispatchMode):
+    """The dispatch mode that writes down one block call."""
+
+    def __init__(self, before_write: Callable[[Value, torch.Tensor], None]) -> None:
+        super().__init__()
+        self.book = StorageBook(lambda number: None)
+        self.ops: dict[int, RecordedOp] = {}
+        self.makers: dict[Value, Rerun] = {}
+        self.outside: dict[Value, torch.Tensor] = {}
+        self.keys: dict[int, str] = {}
+        self.names: list[str] = []
+        self.depends_on_data = False
+        self.paused = False
+        self._seen: dict[str, int] = {}
+        self._draws = 0
+        self._before_write = before_write
+        self._outside_numbers: set[int] = set()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run one op and write it down."""
+        kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        info = op_info(func)
+        key = self._key(info.name)
+        facts = call_facts(info, args, kwargs)
+        reads, written = self._reads(info, args, kwargs)
+        templates = self._templates(info, args, kwargs, written)
+        draw = draw_device(facts, args, kwargs)
+        out = func(*args, **kwargs)
+        writes = [self.book.write(number) for number in written]
+        births = self._births(out, key)
+        if Fact.RANDOM in facts and draw is None:
+            reads.append(Value(GENERATOR, self._draws))
+            self._draws += 1
+            writes.append(Value(GENERATOR, self._draws))
+        self._note(info, func, templates, reads, writes, births, draw, facts)
+        return out
+
+    def _key(self, name: str) -> str:
+        self.names.append(name)
+        self._seen[name] = self._seen.get(name, -1) + 1
+        return f"{name}#{self._seen[name]}"
+
+    def _reads(
+        self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[list[Value], list[int]]:
+        reads: list[Value] = []
+        written: dict[int, None] = {}
+        names = written_names(info, args, kwargs)
+        for name, argument in named_arguments(info, args, kwargs):
+            for tensor in tensors_in(argument):
+                if not has_storage(tensor):
+                    continue
+                value = self.value_of(tensor)
+                reads.append(value)
+                if name in names:
+                    self._before_write(value, tensor)
+                    written[value.storage] = None
+        return reads, list(written)
+
+    def value_of(self, tensor: torch.Tensor) -> Value:
+        """The value a tensor looks at; one not seen before comes from outside and is held."""
+        number = self.book.find(tensor)
+        if number is None:
+            number = self.book.add(tensor)
+            self._outside_numbers.add(number)
+        value = self.book.value(number)
+        if number in self._outside_numbers and value not in self.outside:
+            self.outside[value] = self.detached(tensor)
+        return value
+
+    def close(self) -> None:
+        """Let go of everything that is not part of the record."""
+        self.book.close()
+        self.outside.clear()
+        self._before_write = _ignore_write
+
+    def is_outside(self, storage: int) -> bool:
+        """Whether a storage was there before the call."""
+        return storage in self._outside_numbers
+
+    def detached(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor without its history: holding the history would hold earlier blocks."""
+        if tensor.is_leaf:
+            return tensor
+        self.paused, paused = True, self.paused
+        try:
+            return tensor.detach()
+        finally:
+            self.paused = paused
+
+    def _templates(
+        self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any], written: list[int]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        skipped = written_names(info, args, kwargs) if _loses_statistics(info, written) else ()
+        names = info.argument_names
+        return (
+            tuple(
+                None if name in skipped else self._template(arg)
+                for name, arg in zip(names, args, strict=False)
+            ),
+            {
+                name: None if name in skipped else self._template(arg)
+                for name, arg in kwargs.items()
+            },
+        )
+
+    def _template(self, argument: Any) -> Any:
+        if isinstance(argument, torch.Tensor):
+            return self.ref(argument) if has_storage(argument) else argument
+        if isinstance(argument, (list, tuple)):
+            return type(argument)([self._template(item) for item in argument])
+        return argument
+
+    def ref(self, tensor: torch.Tensor) -> Ref:
+        """A reference to a tensor."""
+        return Ref(
+            self.value_of(tensor),
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.storage_offset(),
+            tensor.dtype,
+        )
+
+    def _births(self, out: Any, key: str) -> list[tuple[int, int]]:
+        births: list[tuple[int, int]] = []
+        for leaf, tensor in enumerate(tensors_in(out)):
+            if has_storage(tensor) and self.book.find(tensor) is None:
+                number = self.book.add(tensor)
+                self.keys[number] = f"{key}:{len(births)}"
+                births.append((number, leaf))
+        return births
+
+    def _note(
+        self,
+        info: OpInfo,
+        func: Any,
+        templates: tuple[tuple[Any, ...], dict[str, Any]],
+        reads: list[Value],
+        writes: list[Value],
+        births: list[tuple[int, int]],
+        draw: CudaDraw | None,
+        facts: tuple[Fact, ...],
+    ) -> None:
+        if Fact.HOST_READ in facts or Fact.DYNAMIC_SHAPE in facts:
+            self.depends_on_data = True
+        made = [Value(number, 0) for number, _ in births]
+        if not (made or writes) or NEVER_RERUN.intersection(facts):
+            return
+        if _loses_statistics(info, [value.storage for value in writes]):
+            gone = {value.storage for value in writes}
+            reads = [value for value in reads if value.storage not in gone]
+            writes = []
+        if any(self.is_outside(value.storage) for value in writes):
+            # Running it again would write what belongs to others.
+            return
+        rerun = Rerun(len(self.names) - 1, tuple(dict.fromkeys(reads)), (*writes, *made))
+        args, kwargs = templates
+        self.ops[rerun.index] = RecordedOp(rerun, func, args, kwargs, tuple(births), draw)
+        self.makers.update((value, rerun) for value in rerun.writes)
+
+
+def _ignore_write(value: Value, tensor: torch.Tensor) -> None:
+    """Stand in for the listener of a closed recorder."""
+
+
+def _loses_statistics(info: OpInfo, written: Sequence[int]) -> bool:
+    return bool(written) and info.name in STATISTICS_ARE_OPTIONAL
+

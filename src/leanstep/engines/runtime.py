@@ -1,0 +1,110 @@
+"""What stands in front of a block's forward while a plan is applied."""
+
+import warnings
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from leanstep.engines.context import Context
+from leanstep.engines.live import LiveCall
+from leanstep.engines.module import run_checkpointed
+from leanstep.ir import Decision, Engine
+from leanstep.torch_private import tree_leaves
+from leanstep.units import format_bytes
+
+
+@dataclass
+class Round:
+    """The calls between two backward passes: occurrences are counted from its start."""
+
+    number: int = 0
+    backward_seen: bool = False
+    active: bool = False
+
+    def begin_call(self) -> int:
+        """The number of the round that a call belongs to."""
+        if self.backward_seen:
+            self.number, self.backward_seen = self.number + 1, False
+        return self.number
+
+    def saw_backward(self) -> None:
+        """Note that backward runs: the next call begins a new round."""
+        self.backward_seen = True
+
+
+@dataclass
+class SizeWatch:
+    """Warn once when the batch is larger than the one the plan was made for."""
+
+    peak_bytes: int
+    movable_bytes: int
+    budget_bytes: int
+    planned: dict[str, int] = field(default_factory=dict)
+    warned: bool = False
+
+    def see(self, name: str, nbytes: int) -> None:
+        """Compare a block's arguments with those of its first call, which was the planned one."""
+        planned = self.planned.setdefault(name, nbytes)
+        if nbytes <= planned or self.warned or not planned:
+            return
+        self.warned = True
+        grown = int(self.movable_bytes * (nbytes / planned - 1))
+        warnings.warn(
+            f"this batch is {nbytes / planned:.2f} times the one leanstep planned for: predicted "
+            f"peak {format_bytes(self.peak_bytes + grown)}, budget "
+            f"{format_bytes(self.budget_bytes)}. Run leanstep.fit again with the larger batch.",
+            stacklevel=2,
+        )
+
+
+class BlockRuntime:
+    """Run the calls of one block as its decisions say."""
+
+    def __init__(
+        self, name: str, decisions: Collection[Decision], rounds: Round, watch: SizeWatch
+    ) -> None:
+        self.name = name
+        self.decisions = sorted(decisions, key=lambda decision: decision.occurrence)
+        self.drops = [frozenset(decision.drop) for decision in self.decisions]
+        self.rounds, self.watch = rounds, watch
+        self._round = -1
+        self._calls = 0
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run one call: untouched without gradients or inside another block, else as planned."""
+        if not torch.is_grad_enabled() or self.rounds.active:
+            return forward(module, *args, **kwargs)
+        place = self._place()
+        decision = self.decisions[place]
+        self.watch.see(self.name, _tensor_bytes(args, kwargs))
+        if decision.engine is Engine.UNTOUCHED:
+            return forward(module, *args, **kwargs)
+        self.rounds.active = True
+        try:
+            if decision.engine is Engine.MODULE:
+                return run_checkpointed(module, forward, args, kwargs, self.rounds)
+            context = Context(self.name, self.rounds.saw_backward)
+            return LiveCall(context, self.drops[place]).run(forward, (module, *args), kwargs)
+        finally:
+            self.rounds.active = False
+
+    def _place(self) -> int:
+        """Which of the decisions this call follows; more calls than planned follow the last."""
+        current = self.rounds.begin_call()
+        if current != self._round:
+            self._round, self._calls = current, 0
+        self._calls += 1
+        return min(self._calls, len(self.decisions)) - 1
+
+
+def _tensor_bytes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    leaves = tree_leaves((args, kwargs))
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
