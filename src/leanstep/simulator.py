@@ -216,7 +216,9 @@ class _ReplayEffect:
             self._shift(number, storage.natural_death + 1, storage.death + 1, sign=-1)
 
     def _hold_sources(self) -> None:
-        # While a call is recorded, what it reads from outside is held to its end.
+        # While a call is recorded, the generator's state and what it reads from outside are held.
+        block = self.view.block
+        self.shifts.append(Shift(block.start, block.stop, GENERATOR_BYTES, Category.GENERATOR))
         for number in outside_reads(self.view):
             self._shift(number, self.graph.storages[number].death + 1, self.view.block.stop)
         until: dict[int, int] = {}
@@ -233,7 +235,7 @@ class _ReplayEffect:
             self._shift(number, death + 1, release)
 
     def _hold_generator(self, release: int) -> None:
-        held = Shift(self.view.block.start, release, GENERATOR_BYTES, Category.OTHER)
+        held = Shift(self.view.block.stop, release, GENERATOR_BYTES, Category.GENERATOR)
         self.shifts.append(held)
 
     def _events(self) -> list[Unpack]:
@@ -344,7 +346,7 @@ def _module_shifts(view: BlockGraph, first: int, last: int) -> tuple[Shift, ...]
                 shifts.append(Shift(early, late, -storage.nbytes, storage.category))
             shifts.append(Shift(first, until, storage.nbytes, storage.category))
     ends = max(release.values())
-    shifts.append(Shift(block.start, ends, GENERATOR_BYTES, Category.OTHER))
+    shifts.append(Shift(block.start, ends, GENERATOR_BYTES, Category.GENERATOR))
     for number in outside_reads(view):
         storage = graph.storages[number]
         shifts.append(Shift(storage.death + 1, ends, storage.nbytes, storage.category))

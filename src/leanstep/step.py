@@ -62,6 +62,22 @@ class TrainingStep:
                 seen.add(id(parameter))
                 yield parameter
 
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Everything that is there between steps: all of it counts in the peak."""
+        for parameter in self.parameters():
+            yield parameter.detach()
+            if parameter.grad is not None:
+                yield parameter.grad
+        yield from self.model.buffers()
+        yield from self.optimizer_tensors()
+        yield from (x for x in tree_leaves(self.batch) if isinstance(x, torch.Tensor))
+
+    def optimizer_tensors(self) -> Iterator[torch.Tensor]:
+        """The optimizer's state, as far as it consists of tensors."""
+        entries = self.optimizer.state.values() if self.optimizer else ()
+        leaves = tree_leaves([dict(entry) for entry in entries])
+        yield from (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+
 
 def call_model(model: torch.nn.Module, batch: Any) -> Any:
     """Call a model with a batch: a dict as keywords, a tuple or list in order, else as it is."""

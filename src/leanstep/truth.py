@@ -20,7 +20,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from leanstep.errors import MeasureError
-from leanstep.torch_private import memory_event_bytes
+from leanstep.step import TrainingStep
+from leanstep.torch_private import memory_event_bytes, storage_address
 
 _MARKER_BYTES = 1_000_003
 
@@ -51,6 +52,15 @@ def peak_rise_bytes(step: Callable[[], object], device: torch.device) -> int:
         f"the step's memory does not return to its start ({sum(changes):+,} bytes): "
         "does something in it keep tensors from step to step?"
     )
+
+
+def resident_bytes(step: TrainingStep) -> int:
+    """What is allocated on the device between steps; on the CPU, what belongs to the step."""
+    if step.device.type == "cuda":
+        torch.cuda.synchronize(step.device)
+        return torch.cuda.memory_allocated(step.device)
+    storages = {storage_address(tensor): allocated_bytes(tensor) for tensor in step.tensors()}
+    return sum(storages.values())
 
 
 def median_seconds(step: Callable[[], object], device: torch.device, repeats: int = 3) -> float:

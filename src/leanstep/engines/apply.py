@@ -1,7 +1,7 @@
 """Apply a plan to a model, and undo it."""
 
+import dataclasses
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ def apply(model: torch.nn.Module, plan: Plan, *, engine: str = "auto") -> Applie
     if engine not in ENGINES:
         raise InputError(f"unknown engine {engine!r}: use one of {', '.join(ENGINES)}")
     modules = dict(model.named_modules())
-    by_path = _by_path(plan)
+    by_path = _by_path(plan, engine)
     for path in by_path:
         _check_block(path, modules)
     applied = Applied(model, plan)
@@ -46,9 +46,11 @@ def apply(model: torch.nn.Module, plan: Plan, *, engine: str = "auto") -> Applie
     return applied
 
 
-def _by_path(plan: Plan) -> dict[str, list[Decision]]:
+def _by_path(plan: Plan, engine: str) -> dict[str, list[Decision]]:
     by_path: dict[str, list[Decision]] = {}
     for decision in plan.decisions:
+        if engine == "module" and decision.engine is Engine.REPLAY:
+            decision = dataclasses.replace(decision, engine=Engine.MODULE, drop=())
         by_path.setdefault(decision.path, []).append(decision)
     return by_path
 
@@ -118,12 +120,3 @@ def _run_stretch(stretch: list[torch.nn.Module]) -> Callable[..., Any]:
 
     return forward
 
-
-class Suspended(AbstractContextManager[None]):
-    """Take a plan off a model for a while, and put it back."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model = model
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing to do yet."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from leanstep.engines.randomness import cpu_draws_from, cuda_draws_from
+from leanstep.engines.randomness import CudaDraw, cpu_draws_from, cuda_draws_from
 from leanstep.engines.recording import GENERATOR, RecordedOp, Ref
 from leanstep.ir import Value
 from leanstep.rebuild import Program, Session
@@ -38,6 +38,7 @@ class Context:
 
     __slots__ = (
         "_buffers",
+        "_cuda_base",
         "_needs",
         "_ops",
         "_program",
@@ -60,8 +61,13 @@ class Context:
         ops: Mapping[int, RecordedOp],
         sources: dict[Value, Source],
         random_state: torch.Tensor | None,
+        cuda_base: CudaDraw | None = None,
     ) -> None:
-        """Give the context what it needs, once forward has ended."""
+        """Give the context what it needs, once forward has ended.
+
+        With a `cuda_base` the ops' draws are counted from there.
+        """
+        self._cuda_base = cuda_base
         self._program, self._ops, self._sources = program, ops, sources
         self._random_state = random_state
         self._session = Session(program)
@@ -108,7 +114,7 @@ class Context:
         args = [self._tensors(arg) for arg in op.args]
         kwargs = {name: self._tensors(arg) for name, arg in op.kwargs.items()}
         if op.draw is not None:
-            with cuda_draws_from(op.draw):
+            with cuda_draws_from(op.draw.after(self._cuda_base)):
                 out = op.func(*args, **kwargs)
         elif op.rerun.reads and op.rerun.reads[-1].storage == GENERATOR:
             with cpu_draws_from(self._state_for(op.rerun.reads[-1])):

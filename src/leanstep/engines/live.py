@@ -32,16 +32,28 @@ class LiveCall:
         self._relied_on: set[Value] = set()
         self._proved: set[Value] = set()
 
-    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call the block and leave the context ready for backward."""
+    def run(
+        self,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        then: Callable[["LiveCall"], None] = lambda call: None,
+    ) -> Any:
+        """Call the block and leave the context ready for backward; `then` may look at it all."""
         try:
             hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
             with hooks, self.recorder:
                 out = forward(*args, **kwargs)
             self._finish()
+            then(self)
             return out
         finally:
             self._close()
+
+    @property
+    def takes_copies(self) -> bool:
+        """Whether something a dropped value starts from was overwritten during the call."""
+        return bool(self._copies)
 
     def _close(self) -> None:
         """Let go of every tensor: autograd holds the hooks, and they hold this call."""
@@ -117,7 +129,7 @@ class LiveCall:
         reruns = [op.rerun for op in self.recorder.ops.values()]
         self.program = build_program(reruns, self._wanted, self)
         sources = {
-            value: Source.of(self._source(value))
+            value: Source.of(self.source(value))
             for value in self.program.all_sources
             if value.storage != GENERATOR
         }
@@ -125,7 +137,8 @@ class LiveCall:
         draws = Value(GENERATOR, 0) in self.program.all_sources
         self.context.fill(self.program, ops, sources, self.random_state if draws else None)
 
-    def _source(self, value: Value) -> torch.Tensor:
+    def source(self, value: Value) -> torch.Tensor:
+        """The tensor that holds a value the program starts from."""
         for held in (self._copies, self._kept, self.recorder.outside):
             if value in held:
                 return held[value]

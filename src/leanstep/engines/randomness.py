@@ -24,6 +24,16 @@ class CudaDraw:
     seed: int
     offset: int
 
+    def after(self, base: "CudaDraw | None") -> "CudaDraw":
+        """The same draw counted from a new start."""
+        if base is None:
+            return self
+        return CudaDraw(self.device_index, base.seed, base.offset + self.offset)
+
+    def since(self, base: "CudaDraw") -> "CudaDraw":
+        """The draw as a distance from a start."""
+        return CudaDraw(self.device_index, 0, self.offset - base.offset)
+
 
 def draw_device(
     facts: tuple[Fact, ...], args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from leanstep.engines.context import Context
-from leanstep.engines.live import LiveCall
 from leanstep.engines.module import run_checkpointed
+from leanstep.engines.replay import Replayer
 from leanstep.ir import Decision, Engine
 from leanstep.torch_private import tree_leaves
 from leanstep.units import format_bytes
@@ -67,7 +67,7 @@ class BlockRuntime:
     ) -> None:
         self.name = name
         self.decisions = sorted(decisions, key=lambda decision: decision.occurrence)
-        self.drops = [frozenset(decision.drop) for decision in self.decisions]
+        self.replays = [Replayer(name, frozenset(d.drop)) for d in self.decisions]
         self.rounds, self.watch = rounds, watch
         self._round = -1
         self._calls = 0
@@ -92,7 +92,7 @@ class BlockRuntime:
             if decision.engine is Engine.MODULE:
                 return run_checkpointed(module, forward, args, kwargs, self.rounds)
             context = Context(self.name, self.rounds.saw_backward)
-            return LiveCall(context, self.drops[place]).run(forward, (module, *args), kwargs)
+            return self.replays[place].run(context, module, forward, args, kwargs)
         finally:
             self.rounds.active = False
 

@@ -10,11 +10,9 @@ model with none of these is one block.
 from collections import Counter
 from collections.abc import Iterator
 
-import torch
 from torch import nn
 
 from leanstep.ir import Block, Graph, ModuleCall
-from leanstep.recorder.values import has_storage
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -165,7 +163,3 @@ def _saves_in(graph: Graph, roots: set[int]) -> tuple[int, ...]:
             inside.add(index)
     return tuple(index for index, save in enumerate(graph.saves) if save.call in inside)
 
-
-def shared_tensor_count(model: torch.nn.Module) -> int:
-    """How many parameters of a model have a storage; used in its fingerprint."""
-    return sum(1 for parameter in model.parameters() if has_storage(parameter))

@@ -328,10 +328,8 @@ def _adopt_static(step: TrainingStep, recording: StepRecording) -> None:
             recording.adopt(parameter.grad, Category.GRADIENT)
     for buffer in step.model.buffers():
         recording.adopt(buffer, Category.BUFFER)
-    state = step.optimizer.state.values() if step.optimizer else ()
-    for leaf in torch_private.tree_leaves([dict(entry) for entry in state]):
-        if isinstance(leaf, torch.Tensor):
-            recording.adopt(leaf, Category.OPTIMIZER_STATE)
+    for tensor in step.optimizer_tensors():
+        recording.adopt(tensor, Category.OPTIMIZER_STATE)
     for leaf in torch_private.tree_leaves(step.batch):
         if isinstance(leaf, torch.Tensor):
             recording.adopt(leaf, Category.INPUT)

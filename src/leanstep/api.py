@@ -1,0 +1,122 @@
+"""The public verbs that need torch, each one stage of the pipeline."""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from leanstep import engines
+from leanstep.engines.attach import is_attached
+from leanstep.errors import InputError
+from leanstep.ir import Plan, Profile, Verdict
+from leanstep.profiler import measure
+from leanstep.profiler.cache import device_name
+from leanstep.recorder import record
+from leanstep.recorder.blocks import find_blocks
+from leanstep.recorder.signatures import Signatures
+from leanstep.simulator import simulate, static_bytes
+from leanstep.state import untouched
+from leanstep.step import Loss, TrainingStep, make_step
+from leanstep.truth import median_seconds, resident_bytes
+from leanstep.verifier import compare, look
+
+
+def profile(
+    model: torch.nn.Module,
+    batch: Any,
+    loss: Loss | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    device: str | None = None,
+    gradients_kept: bool = False,
+) -> Profile:
+    """Record one training step of a model, find its blocks, and time its ops.
+
+    Runs a handful of steps and leaves no trace of them. Without an optimizer the step ends with
+    backward. `gradients_kept` profiles a step that adds to existing gradients.
+    """
+    if device is not None:
+        raise InputError("profiling for another device is not possible yet: leave device=None")
+    step = make_step(model, batch, loss, optimizer, gradients_kept=gradients_kept)
+    refuse_fitted(model)
+    return profile_step(step)
+
+
+def profile_step(step: TrainingStep) -> Profile:
+    """Profile a step that has been checked."""
+    signatures = Signatures()
+    with untouched(step):
+        # Optimizer state is made at the first step; it must be there before the recorded one.
+        step.run()
+        seconds = median_seconds(step.run, step.device)
+        resident = resident_bytes(step)
+        graph = record(step, signatures)
+    worth = [False] * len(signatures.specs)
+    for op in graph.ops:
+        worth[op.cost] |= bool(op.writes)
+    costs, notes = measure(signatures.specs, worth, step.device)
+    blocks = find_blocks(step.model, graph)
+    draft = Profile(
+        graph=graph,
+        blocks=blocks,
+        costs=tuple(costs),
+        step_seconds=seconds,
+        other_bytes=0,
+        peak_bytes=0,
+        device=device_name(step.device),
+        torch_version=torch.__version__,
+        model=fingerprint(step.model),
+        gradients_kept=step.gradients_kept,
+        notes=tuple(notes),
+    )
+    other_bytes = max(0, resident - static_bytes(draft))
+    return _with_peak(draft, other_bytes)
+
+
+def _with_peak(draft: Profile, other_bytes: int) -> Profile:
+    whole = dataclasses.replace(draft, other_bytes=other_bytes)
+    return dataclasses.replace(whole, peak_bytes=simulate(whole).peak_bytes)
+
+
+def fingerprint(model: torch.nn.Module) -> str:
+    """Name a model by its class and what its parameters look like."""
+    parameters = list(model.parameters())
+    count = sum(parameter.numel() for parameter in parameters)
+    name = type(model).__name__
+    return f"{name}, {len(parameters)} tensors, {count} parameters"
+
+
+def apply(
+    model: torch.nn.Module, plan: Plan, *, batch: Any = None, engine: str = "auto"
+) -> engines.Applied:
+    """Let a model train as a plan says; `remove()` of what comes back undoes it."""
+    del batch
+    refuse_fitted(model)
+    return engines.apply(model, plan, engine=engine)
+
+
+def verify(
+    model: torch.nn.Module,
+    batch: Any,
+    loss: Loss | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    plan: Plan,
+    gradients_kept: bool = False,
+) -> Verdict:
+    """Run the untouched and the planned step from the same state and compare every number."""
+    step = make_step(model, batch, loss, optimizer, gradients_kept=gradients_kept)
+    refuse_fitted(model)
+    before = look(step)
+    applied = engines.apply(model, plan)
+    try:
+        return compare(step, plan, before, look(step))
+    finally:
+        applied.remove()
+
+
+def refuse_fitted(model: torch.nn.Module) -> None:
+    """Say so when a plan is already in force."""
+    if any(is_attached(module) for module in model.modules()):
+        raise InputError("this model is already fitted: call remove() on what fit returned first")
+

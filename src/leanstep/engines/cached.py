@@ -1,0 +1,207 @@
+"""Run a block call by a recording of an earlier one: nothing is added to forward but the hooks.
+
+A template is what one recorded call looks like. It is used once two recorded calls in a row have
+been equal op by op; later calls are audited more and more rarely. The sequence of saves is checked
+as it happens.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from leanstep.engines.context import Context, Handle, Source, unpack
+from leanstep.engines.live import LiveCall
+from leanstep.engines.randomness import CudaDraw, cuda_state
+from leanstep.engines.recording import GENERATOR, RecordedOp, Ref
+from leanstep.errors import LeanstepError
+from leanstep.ir import Value
+from leanstep.rebuild import Program
+from leanstep.recorder.values import has_storage
+from leanstep.torch_private import storage_address
+
+
+class ReplayError(LeanstepError):
+    """A block did something else than in the recording it was run by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """A source that is the call's tensor argument number `place`."""
+
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class Attribute:
+    """A source that is a parameter, a buffer or another tensor of a module of the block."""
+
+    module: int
+    group: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A source that autograd keeps: save number `place` of the call."""
+
+    place: int
+
+
+Locator = Argument | Attribute | Saved
+
+
+@dataclass(frozen=True)
+class Template:
+    """One recorded call, without its tensors."""
+
+    names: tuple[str, ...]
+    saves: tuple[tuple[Ref, bool], ...]
+    program: Program | None
+    ops: Mapping[int, RecordedOp]
+    locators: Mapping[Value, Locator]
+    draws_on_cpu: bool
+    cuda_device: int | None
+
+    def same_as(self, other: "Template") -> bool:
+        """Whether two recordings are equal, op by op and save by save."""
+        return (
+            self.names == other.names
+            and self.saves == other.saves
+            and self.ops == other.ops
+            and self.locators == other.locators
+        )
+
+
+def make_template(
+    call: LiveCall, arguments: list[torch.Tensor], modules: list[nn.Module], start: CudaDraw | None
+) -> Template | None:
+    """Turn a recorded call into a template, if a later call can find all its sources."""
+    recorder = call.recorder
+    if recorder.depends_on_data or call.takes_copies:
+        return None
+    program = call.program
+    outside = [] if program is None else [v for v in program.all_sources if v.storage != GENERATOR]
+    locators: dict[Value, Locator] = {}
+    saved = {ref.value: place for place, (ref, dropped) in enumerate(call.saves) if not dropped}
+    for value in outside:
+        found = _locate(call.source(value), arguments, modules)
+        if found is None and value in saved:
+            found = Saved(saved[value])
+        if found is None:
+            return None
+        locators[value] = found
+    ops = {index: _relative(op, start) for index, op in recorder.ops.items()}
+    return Template(
+        names=tuple(recorder.names),
+        saves=tuple(call.saves),
+        program=program,
+        ops=ops,
+        locators=locators,
+        draws_on_cpu=program is not None and Value(GENERATOR, 0) in program.all_sources,
+        cuda_device=None if start is None else start.device_index,
+    )
+
+
+def _relative(op: RecordedOp, start: CudaDraw | None) -> RecordedOp:
+    if op.draw is None or start is None:
+        return op
+    return replace(op, draw=op.draw.since(start))
+
+
+def _locate(
+    tensor: torch.Tensor, arguments: list[torch.Tensor], modules: list[nn.Module]
+) -> Locator | None:
+    address = storage_address(tensor)
+    for place, argument in enumerate(arguments):
+        if storage_address(argument) == address:
+            return Argument(place)
+    for number, module in enumerate(modules):
+        own = vars(module)
+        for group in ("_parameters", "_buffers", "__dict__"):
+            for name, found in (own if group == "__dict__" else own[group]).items():
+                if _has_address(found, address):
+                    return Attribute(number, group, name)
+    return None
+
+
+def _has_address(found: Any, address: int) -> bool:
+    is_plain = isinstance(found, torch.Tensor) and has_storage(found)
+    return is_plain and storage_address(found) == address
+
+
+class CachedCall:
+    """One call of a block, run by a template."""
+
+    def __init__(self, template: Template, context: Context) -> None:
+        self.template, self.context = template, context
+        self._next = 0
+        self._kept: dict[int, torch.Tensor] = {}
+        wanted = template.locators.values()
+        self._wanted = {locator.place for locator in wanted if isinstance(locator, Saved)}
+
+    def run(
+        self,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        arguments: list[torch.Tensor],
+        modules: list[nn.Module],
+    ) -> Any:
+        """Call the block with hooks that follow the template."""
+        template = self.template
+        random_state = torch.get_rng_state() if template.draws_on_cpu else None
+        start = None if template.cuda_device is None else cuda_state(template.cuda_device)
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, unpack):
+            out = forward(*args, **kwargs)
+        if self._next != len(template.saves):
+            raise self._surprise(f"saved {self._next} tensors instead of {len(template.saves)}")
+        if template.program is not None:
+            sources = {
+                value: Source.of(self._find(locator, arguments, modules))
+                for value, locator in template.locators.items()
+            }
+            self.context.fill(template.program, template.ops, sources, random_state, start)
+        self._kept.clear()
+        return out
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if not has_storage(tensor):
+            return tensor
+        place, saves = self._next, self.template.saves
+        self._next += 1
+        if place >= len(saves):
+            raise self._surprise(f"saved more than {len(saves)} tensors")
+        ref, dropped = saves[place]
+        if tensor.shape != ref.size or tensor.dtype is not ref.dtype:
+            raise self._surprise(f"saved {tuple(tensor.shape)} where {ref.size} was recorded")
+        if tensor.stride() != ref.stride or tensor.storage_offset() != ref.offset:
+            raise self._surprise(f"saved strides {tensor.stride()}, not {ref.stride}")
+        if dropped:
+            return Handle(self.context, ref)
+        kept = tensor if tensor.is_leaf else tensor.detach()
+        if place in self._wanted:
+            self._kept[place] = kept
+        return kept
+
+    def _find(
+        self, locator: Locator, arguments: list[torch.Tensor], modules: list[nn.Module]
+    ) -> torch.Tensor:
+        match locator:
+            case Argument(place):
+                tensor = arguments[place]
+                return tensor if tensor.is_leaf else tensor.detach()
+            case Saved(place):
+                return self._kept[place]
+            case Attribute(number, group, name):
+                own = vars(modules[number])
+                found: torch.Tensor = (own if group == "__dict__" else own[group])[name]
+                return found
+
+    def _surprise(self, what: str) -> ReplayError:
+        return ReplayError(
+            f"{self.context.block_name} {what}: it takes different paths on calls that look alike. "
+            'Nothing was computed wrongly; fit it with engine="module".'
+        )

@@ -1,0 +1,151 @@
+"""The replay engine: choose for each call between recording it and running it by a recording.
+
+A call is recorded the first times, whenever it looks different from what is known, and always
+where the block reads values on the host or draws Python's random numbers. That is right for any
+code. Where recordings agree, the next calls run by them at no cost but the hooks.
+"""
+
+import random
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from leanstep.engines.cached import CachedCall, Template, make_template
+from leanstep.engines.context import Context
+from leanstep.engines.live import LiveCall
+from leanstep.engines.randomness import CudaDraw, cuda_state
+from leanstep.engines.validity import UncacheableError, Watch, call_key, same
+
+# Recordings that must agree before the first call runs by one.
+_AGREEING = 2
+
+# Kinds of calls remembered for a block: batch sizes, training and evaluation.
+_REMEMBERED = 16
+
+
+@dataclass
+class _Entry:
+    """What is known about calls that look alike."""
+
+    state: list[Any]
+    template: Template
+    agreed: int = 1
+    uses: int = 0
+
+    def is_usable(self) -> bool:
+        """Whether the next call may run by the template; at powers of two it is audited."""
+        self.uses += 1
+        is_audit = self.uses & (self.uses - 1) == 0
+        return self.agreed >= _AGREEING and not is_audit
+
+
+class Replayer:
+    """Run the calls of one block that follow one decision."""
+
+    def __init__(self, name: str, drop: frozenset[str]) -> None:
+        self.name, self.drop = name, drop
+        self.always_record = False
+        self.recorded = 0
+        self.reused = 0
+        self._entries: dict[Any, _Entry] = {}
+        self._watch: Watch | None = None
+
+    def run(
+        self,
+        context: Context,
+        module: torch.nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run one call, by a recording where that is known to be right."""
+        if self.always_record:
+            return self._record(context, forward, (module, *args), kwargs, lambda call: None)
+        if self._watch is None:
+            self._watch = Watch(list(module.modules()))
+        try:
+            key, arguments = call_key(args, kwargs)
+        except UncacheableError:
+            return self._record(context, forward, (module, *args), kwargs, lambda call: None)
+        state = self._watch.state()
+        entry = self._entries.get(key)
+        if entry is not None and same(entry.state, state) and entry.is_usable():
+            self.reused += 1
+            call = CachedCall(entry.template, context)
+            try:
+                return call.run(
+                    forward, (module, *args), kwargs, arguments, self._watch.modules
+                )
+            except BaseException:
+                self._entries.pop(key, None)
+                raise
+        start = _cuda_start(arguments)
+        learn = self._learner(key, state, arguments, module, start)
+        return self._record(context, forward, (module, *args), kwargs, learn)
+
+    def _record(
+        self,
+        context: Context,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        learn: Callable[[LiveCall], None],
+    ) -> Any:
+        self.recorded += 1
+        return LiveCall(context, self.drop).run(forward, args, kwargs, learn)
+
+    def _learner(
+        self,
+        key: Any,
+        state: list[Any],
+        arguments: list[torch.Tensor],
+        module: torch.nn.Module,
+        start: CudaDraw | None,
+    ) -> Callable[[LiveCall], None]:
+        before = random.getstate()
+
+        def learn(call: LiveCall) -> None:
+            # The call may have made modules or attributes that were not there before.
+            watch = self._watch = Watch(list(module.modules()))
+            template = make_template(call, arguments, watch.modules, start)
+            if template is None or random.getstate() != before:
+                self.always_record = call.recorder.depends_on_data or template is not None
+                self._entries.pop(key, None)
+                return
+            self._remember(key, state, template)
+
+        return learn
+
+    def _remember(self, key: Any, state: list[Any], template: Template) -> None:
+        entry = self._entries.get(key)
+        if entry is None or not same(entry.state, state):
+            while len(self._entries) >= _REMEMBERED:
+                self._entries.pop(next(iter(self._entries)))
+            self._entries[key] = _Entry(state, template)
+        elif entry.template.same_as(template):
+            entry.agreed += 1
+        else:
+            self._disagree(entry)
+
+    def _disagree(self, entry: _Entry) -> None:
+        """Record from now on: something that cannot be seen from outside changes the ops."""
+        self.always_record = True
+        self._entries.clear()
+        if entry.agreed >= _AGREEING:
+            warnings.warn(
+                f"leanstep: {self.name} runs other ops than recorded although its arguments and "
+                "attributes are the same (a global that changes?). Since the last audit, dropped "
+                "activations were rebuilt with the old ops. From now on every call is recorded.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def _cuda_start(arguments: list[torch.Tensor]) -> CudaDraw | None:
+    for argument in arguments:
+        if argument.device.type == "cuda":
+            return cuda_state(argument.device.index)
+    return None

@@ -1,0 +1,86 @@
+"""The whole pipeline in one call."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from leanstep import engines, planner
+from leanstep.api import profile_step, refuse_fitted
+from leanstep.engines import Applied
+from leanstep.errors import InputError
+from leanstep.ir import Plan, Profile, Verdict
+from leanstep.reporters.terminal import render
+from leanstep.step import Loss, TrainingStep, make_step
+from leanstep.units import check_budget
+from leanstep.verifier import Look, compare, look
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A fitted model: its parts, a printed table, and the way back."""
+
+    profile: Profile
+    plan: Plan
+    verdict: Verdict | None
+    applied: Applied
+
+    def __str__(self) -> str:
+        """The table a person reads."""
+        return render(self.profile, self.plan, self.verdict)
+
+    def remove(self) -> None:
+        """Give the model back exactly as it was."""
+        self.applied.remove()
+
+
+def fit(
+    model: torch.nn.Module,
+    batch: Any,
+    loss: Loss | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    budget: str | int = "60%",
+    solver: str = "auto",
+    engine: str = "auto",
+    verify: bool = True,
+    gradients_kept: bool = False,
+) -> Fit:
+    """Make a model train inside a memory budget, with the same numbers.
+
+    Profiles one step, plans which activations to keep, applies the plan to the model in place,
+    and (unless `verify=False`) runs both versions once to compare every gradient, the peak and
+    the time. Nothing but the model's blocks is changed, and `remove()` undoes it.
+
+    Args:
+        model: any `nn.Module`, on one device.
+        batch: what the model is called with: a tensor, a tuple (positional) or a dict (keywords).
+        loss: `loss(model, batch)` returns a scalar; by default the output's `.loss`, or the output.
+        optimizer: counted in the peak and in the step; leave it out if there is none.
+        budget: `"16GiB"`, `"16 GB"`, bytes, or `"60%"` of the unplanned peak; it bounds the peak
+            of everything on the device over the whole step.
+        solver: `"auto"`, `"optimal"`, `"uniform"` or `"keep_all"`.
+        engine: `"auto"`, `"replay"` or `"module"`.
+        verify: compare with the untouched model; costs about ten steps.
+        gradients_kept: plan for gradients alive at the start of the step (accumulation).
+    """
+    check_budget(budget)
+    if engine not in engines.ENGINES:
+        raise InputError(f"unknown engine {engine!r}: use one of {', '.join(engines.ENGINES)}")
+    step = make_step(model, batch, loss, optimizer, gradients_kept=gradients_kept)
+    refuse_fitted(model)
+    recorded = profile_step(step)
+    plan = planner.plan(recorded, budget, solver=solver, engine=engine)
+    if not verify:
+        return Fit(recorded, plan, None, engines.apply(model, plan))
+    return _verified(step, recorded, plan, before=look(step))
+
+
+def _verified(step: TrainingStep, recorded: Profile, plan: Plan, *, before: Look) -> Fit:
+    applied = engines.apply(step.model, plan)
+    try:
+        verdict = compare(step, plan, before, look(step))
+    except BaseException:
+        applied.remove()
+        raise
+    return Fit(recorded, plan, verdict, applied)

@@ -1,0 +1,125 @@
+"""Measure what each distinct op call costs, once, outside any mode, on made-up inputs.
+
+Only one op needs to fit in memory. Times are medians of several runs after a warm one. Views do
+no work and are not timed. An op that refuses made-up inputs (an index out of range, say) is
+priced by the bytes it moves, and the profile says so.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from leanstep.ir import Cost
+from leanstep.profiler.cache import CostCache
+from leanstep.recorder.facts import op_info
+from leanstep.recorder.signatures import CallSpec, TensorSpec
+
+Item = TypeVar("Item")
+
+_REPEATS = 5
+_ENOUGH_SECONDS = 0.25
+
+# For ops that cannot be timed alone: a modest memory bandwidth.
+_FALLBACK_BYTES_PER_SECOND = {"cpu": 10e9, "cuda": 2e12}
+
+
+def measure(
+    specs: Sequence[CallSpec], worth_timing: Sequence[bool], device: torch.device
+) -> tuple[list[Cost], list[str]]:
+    """The cost of each distinct call, and a note for each that could not be timed."""
+    cache = CostCache(device)
+    notes: list[str] = []
+    missing = [
+        spec for spec, worth in zip(specs, worth_timing, strict=True) if worth and spec not in cache
+    ]
+    for spec in _progress(missing, "timing ops"):
+        try:
+            cache.add(spec, _seconds(spec, device))
+        except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
+            cache.add(spec, _moved_bytes(spec) / _FALLBACK_BYTES_PER_SECOND[device.type])
+            notes.append(f"{op_info(spec.func).name} could not be timed alone: priced by its bytes")
+    if missing:
+        cache.save()
+    costs = [
+        Cost(op_info(spec.func).name, cache.seconds(spec) if worth else 0.0)
+        for spec, worth in zip(specs, worth_timing, strict=True)
+    ]
+    return costs, sorted(set(notes))
+
+
+def _progress(items: Sequence[Item], description: str) -> Iterable[Item]:
+    console = Console(stderr=True)
+    if not console.is_terminal or not items:
+        return items
+    return track(items, description=description, console=console, transient=True)
+
+
+def _seconds(spec: CallSpec, device: torch.device) -> float:
+    args = [_argument(arg) for arg in spec.args]
+    kwargs = {name: _argument(arg) for name, arg in spec.kwargs}
+    with torch.no_grad(), torch.random.fork_rng(devices=_cuda_devices(device)):
+        run = lambda: spec.func(*args, **kwargs)  # noqa: E731
+        run()
+        return _time_cuda(run, device) if device.type == "cuda" else _time_cpu(run)
+
+
+def _time_cpu(run: Callable[[], object]) -> float:
+    seconds: list[float] = []
+    while len(seconds) < _REPEATS and sum(seconds) < _ENOUGH_SECONDS:
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return sorted(seconds)[len(seconds) // 2]
+
+
+def _time_cuda(run: Callable[[], object], device: torch.device) -> float:
+    events = []
+    torch.cuda.synchronize(device)
+    for _ in range(2 * _REPEATS):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()  # type: ignore[no-untyped-call]
+        run()
+        stop.record()  # type: ignore[no-untyped-call]
+        events.append((start, stop))
+    torch.cuda.synchronize(device)
+    seconds = sorted(start.elapsed_time(stop) * 1e-3 for start, stop in events)
+    return float(seconds[len(seconds) // 2])
+
+
+def _cuda_devices(device: torch.device) -> list[torch.device]:
+    return [device] if device.type == "cuda" else []
+
+
+def _argument(spec: Any) -> Any:
+    if isinstance(spec, TensorSpec):
+        return _tensor(spec)
+    if isinstance(spec, tuple):
+        return [_argument(item) for item in spec]
+    return spec
+
+
+def _tensor(spec: TensorSpec) -> torch.Tensor:
+    """A tensor of the same layout: zeros for indices, so that they are in range."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(spec.size, spec.stride, strict=True))
+    count = 0 if 0 in spec.size else extent
+    if spec.dtype.is_floating_point and spec.dtype.itemsize > 1:
+        base = torch.rand(count, device=spec.device).to(spec.dtype)
+    elif spec.dtype is torch.bool:
+        base = torch.ones(count, dtype=spec.dtype, device=spec.device)
+    else:
+        base = torch.zeros(count, dtype=spec.dtype, device=spec.device)
+    return base.as_strided(spec.size, spec.stride)
+
+
+def _moved_bytes(spec: CallSpec) -> float:
+    return float(sum(_bytes(arg) for arg in (*spec.args, *(arg for _, arg in spec.kwargs))))
+
+
+def _bytes(spec: Any) -> int:
+    if isinstance(spec, TensorSpec):
+        return int(spec.dtype.itemsize * torch.Size(spec.size).numel())
+    return sum(map(_bytes, spec)) if isinstance(spec, tuple) else 0

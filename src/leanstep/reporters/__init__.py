@@ -1,0 +1,3 @@
+"""Turn a plan and its verdict into something a person reads."""
+
+from leanstep.reporters.terminal import render as render

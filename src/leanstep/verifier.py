@@ -1,0 +1,128 @@
+"""Compare the planned step with the untouched one: every number, peak and time."""
+
+from dataclasses import dataclass
+
+import torch
+
+from leanstep.ir import Plan, Verdict
+from leanstep.state import untouched
+from leanstep.step import TrainingStep
+from leanstep.truth import median_seconds, peak_rise_bytes, resident_bytes
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Everything a step computes, in host memory."""
+
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor | None]
+    buffers: dict[str, torch.Tensor]
+    random_states: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Look:
+    """One step seen from all sides."""
+
+    outcome: Outcome
+    resident_bytes: int
+    rise_bytes: int
+    seconds: float
+
+
+def look(step: TrainingStep) -> Look:
+    """Run a step for its numbers, then for its memory, then for its time; leave no trace."""
+    with untouched(step):
+        outcome = _outcome(step)
+    with untouched(step):
+        # Optimizer state is made at the first step and counts in the peak from then on.
+        step.run()
+        resident = resident_bytes(step)
+        rise = peak_rise_bytes(step.run, step.device)
+    with untouched(step):
+        seconds = median_seconds(step.run, step.device)
+    return Look(outcome, resident, rise, seconds)
+
+
+def _outcome(step: TrainingStep) -> Outcome:
+    loss = step.compute_loss()
+    loss.backward()
+    names = {id(p): name for name, p in step.model.named_parameters()}
+    states = [torch.get_rng_state()]
+    if step.device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(step.device))
+    return Outcome(
+        loss=_host(loss),
+        gradients={
+            names.get(id(p), f"optimizer parameter {place}"): None if p.grad is None else _host(p.grad)
+            for place, p in enumerate(step.parameters())
+        },
+        buffers={name: _host(buffer) for name, buffer in step.model.named_buffers()},
+        random_states=tuple(states),
+    )
+
+
+def _host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def compare(step: TrainingStep, plan: Plan, before: Look, after: Look) -> Verdict:
+    """Judge a planned step against the untouched one."""
+    old, new = before.outcome, after.outcome
+    loss = [] if _same(old.loss, new.loss) else ["the loss"]
+    gradients = _differing(old.gradients, new.gradients, "gradient of")
+    buffers = _differing(old.buffers, new.buffers, "buffer")
+    pairs = zip(old.random_states, new.random_states, strict=True)
+    random = [] if all(_same(a, b) for a, b in pairs) else ["the random state"]
+    # The CPU's allocator cannot tell what it holds: what the recording saw counts there too.
+    known = plan.peak_bytes - plan.movable_bytes
+    return Verdict(
+        budget_bytes=plan.budget_bytes,
+        baseline_peak_bytes=before.rise_bytes + max(before.resident_bytes, known),
+        predicted_peak_bytes=plan.peak_bytes,
+        measured_peak_bytes=after.rise_bytes + max(after.resident_bytes, known),
+        baseline_seconds=before.seconds,
+        predicted_seconds=before.seconds + plan.extra_seconds,
+        measured_seconds=after.seconds,
+        loss_equal=not loss,
+        gradients_equal=not gradients,
+        buffers_equal=not buffers,
+        random_state_equal=not random,
+        different=tuple(loss + gradients + buffers + random),
+        assumptions=assumptions(step),
+    )
+
+
+def _differing(
+    old: dict[str, torch.Tensor | None] | dict[str, torch.Tensor],
+    new: dict[str, torch.Tensor | None] | dict[str, torch.Tensor],
+    kind: str,
+) -> list[str]:
+    return [f"{kind} {name}" for name in old if not _same(old[name], new.get(name))]
+
+
+def _same(old: torch.Tensor | None, new: torch.Tensor | None) -> bool:
+    """Whether two tensors have the same bits, NaN included; a missing one must stay missing."""
+    if old is None or new is None:
+        return old is None and new is None
+    if old.shape != new.shape or old.dtype != new.dtype:
+        return False
+    if torch.equal(old, new):
+        return True
+    flat_old, flat_new = old.contiguous().view(-1), new.contiguous().view(-1)
+    return torch.equal(flat_old.view(torch.uint8), flat_new.view(torch.uint8))
+
+
+def assumptions(step: TrainingStep) -> tuple[str, ...]:
+    """What was measured, in sentences a person can check against their own loop."""
+    if step.gradients_kept:
+        start = "gradients are alive when the step starts (accumulation), and stay"
+    else:
+        start = "gradients are None when the step starts, and set to None at its end"
+    update = "optimizer.step() is part of it" if step.optimizer else "it has no optimizer"
+    return (
+        "one batch of the shapes given",
+        start,
+        update,
+        "outputs are dropped after backward",
+    )
