@@ -1,0 +1,5 @@
+"""Decide what each block call drops, so that the step fits a budget in the least time."""
+
+from leanstep.planner.whole import plan as plan
+from leanstep.planner.whole import plan_in as plan_in
+from leanstep.planner.whole import prepare as prepare

@@ -1,0 +1,93 @@
+"""Turn a selection of options into a plan that a person can read and an engine can apply."""
+
+from collections.abc import Sequence
+
+from leanstep.blockgraph import BlockGraph
+from leanstep.ir import Decision, Engine, Plan, Profile, Timeline
+from leanstep.planner.options import Option
+from leanstep.simulator import peak_op, static_bytes, timeline
+from leanstep.units import format_bytes
+
+
+def lower(
+    profile: Profile,
+    views: Sequence[BlockGraph],
+    picked: Sequence[Option],
+    *,
+    stuck: Sequence[BlockGraph] = (),
+    solver: str,
+    budget_bytes: int,
+    bound_seconds: float,
+) -> Plan:
+    """Make the plan, with the peak that the simulator finds for it.
+
+    `stuck` are the calls that save something and have no option but to be left untouched.
+    """
+    line = timeline(profile, [option.effect for option in picked])
+    return Plan(
+        solver=solver,
+        budget_bytes=budget_bytes,
+        peak_bytes=line.peak_bytes,
+        unplanned_peak_bytes=profile.peak_bytes,
+        movable_bytes=max(0, line.peak_bytes - static_bytes(profile)),
+        step_seconds=profile.step_seconds,
+        extra_seconds=sum(option.seconds for option in picked),
+        bound_seconds=bound_seconds,
+        decisions=tuple(
+            _decision(view, option, is_stuck=view in stuck)
+            for view, option in zip(views, picked, strict=True)
+        ),
+        model=profile.model,
+        torch_version=profile.torch_version,
+        notes=(_peak_note(profile, line), *_stuck_notes(stuck)),
+    )
+
+
+def _decision(view: BlockGraph, option: Option, *, is_stuck: bool) -> Decision:
+    storages = view.graph.storages
+    held = {save.value.storage for save in view.saves} & view.own_storages
+    is_replayed = option.engine is Engine.REPLAY
+    return Decision(
+        path=view.block.path,
+        occurrence=view.block.occurrence,
+        children=view.block.children,
+        engine=option.engine,
+        drop=tuple(view.storage_key(number) for number in option.dropped) if is_replayed else (),
+        kept_bytes=sum(storages[number].nbytes for number in held - set(option.dropped)),
+        dropped_bytes=sum(storages[number].nbytes for number in option.dropped),
+        extra_seconds=option.seconds,
+        why="nothing in it can be dropped" if is_stuck else _why(option, len(held)),
+    )
+
+
+def _why(option: Option, num_saved: int) -> str:
+    match option.engine:
+        case Engine.REPLAY:
+            dropped = f"drops {len(option.dropped)} of {num_saved} saved tensors"
+            return f"{dropped}, replays {_ops(option.num_replays)}"
+        case Engine.MODULE:
+            return f"runs again as a whole, {_ops(option.num_replays)}"
+        case Engine.UNTOUCHED:
+            return "everything is kept" if num_saved else "saves nothing of its own"
+
+
+def _ops(count: int) -> str:
+    return f"{count} op" if count == 1 else f"{count} ops"
+
+
+def _peak_note(profile: Profile, line: Timeline) -> str:
+    op = peak_op(profile, line)
+    again = ", run again," if line.points[line.peak].replayed else ""
+    path = profile.graph.path(op)
+    place = f" of {path}" if path else ""
+    source = f" ({op.source})" if op.source else ""
+    peak = f"the peak of {format_bytes(line.peak_bytes)} is at {op.name}{again}"
+    return f"{peak} in {op.phase}{place}{source}"
+
+
+def _stuck_notes(stuck: Sequence[BlockGraph]) -> tuple[str, ...]:
+    names = [view.block.name for view in stuck]
+    if not names:
+        return ()
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (f"nothing can be dropped in {', '.join(names[:3])}{more}",)
