@@ -9,6 +9,7 @@ from leanstep import engines
 from leanstep.engines.attach import is_attached
 from leanstep.errors import InputError
 from leanstep.ir import Plan, Profile, Verdict
+from leanstep.ir.check import check_blocks, check_graph
 from leanstep.profiler import measure
 from leanstep.profiler.cache import device_name
 from leanstep.recorder import record
@@ -17,8 +18,8 @@ from leanstep.recorder.signatures import Signatures
 from leanstep.simulator import simulate, static_bytes
 from leanstep.state import untouched
 from leanstep.step import Loss, TrainingStep, make_step
-from leanstep.truth import median_seconds, resident_bytes
-from leanstep.verifier import compare, look
+from leanstep.truth import median_seconds, peak_rise_bytes, resident_bytes
+from leanstep.verifier import judge, look
 
 
 def profile(
@@ -47,15 +48,18 @@ def profile_step(step: TrainingStep) -> Profile:
     signatures = Signatures()
     with untouched(step):
         # Optimizer state is made at the first step; it must be there before the recorded one.
-        step.run()
+        step.first_run()
         seconds = median_seconds(step.run, step.device)
         resident = resident_bytes(step)
         graph = record(step, signatures)
+        check_graph(graph)
+        measured = _measured_peak(step, resident)
     worth = [False] * len(signatures.specs)
     for op in graph.ops:
         worth[op.cost] |= bool(op.writes)
     costs, notes = measure(signatures.specs, worth, step.device)
     blocks = find_blocks(step.model, graph)
+    check_blocks(graph, blocks)
     draft = Profile(
         graph=graph,
         blocks=blocks,
@@ -69,12 +73,20 @@ def profile_step(step: TrainingStep) -> Profile:
         gradients_kept=step.gradients_kept,
         notes=tuple(notes),
     )
-    other_bytes = max(0, resident - static_bytes(draft))
-    return _with_peak(draft, other_bytes)
+    return _with_peak(draft, max(0, resident - static_bytes(draft)), measured)
 
 
-def _with_peak(draft: Profile, other_bytes: int) -> Profile:
+def _measured_peak(step: TrainingStep, resident: int) -> int:
+    """The peak by CUDA's allocator, which counts the slack of its large blocks; 0 on the CPU."""
+    if step.device.type != "cuda":
+        return 0
+    return resident + peak_rise_bytes(step.run, step.device)
+
+
+def _with_peak(draft: Profile, other_bytes: int, measured: int) -> Profile:
     whole = dataclasses.replace(draft, other_bytes=other_bytes)
+    slack = max(0, measured - simulate(whole).peak_bytes)
+    whole = dataclasses.replace(whole, other_bytes=other_bytes + slack)
     return dataclasses.replace(whole, peak_bytes=simulate(whole).peak_bytes)
 
 
@@ -110,7 +122,7 @@ def verify(
     before = look(step)
     applied = engines.apply(model, plan)
     try:
-        return compare(step, plan, before, look(step))
+        return judge(step, applied, before)
     finally:
         applied.remove()
 
@@ -119,4 +131,3 @@ def refuse_fitted(model: torch.nn.Module) -> None:
     """Say so when a plan is already in force."""
     if any(is_attached(module) for module in model.modules()):
         raise InputError("this model is already fitted: call remove() on what fit returned first")
-

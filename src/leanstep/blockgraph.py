@@ -64,12 +64,25 @@ class BlockGraph:
             for save in self.saves
             if save.value.storage in self.own_storages
             and inside[save.value.storage] == everywhere[save.value.storage]
+            and save.value.storage not in self._asked_inside
         }
+
+    @functools.cached_property
+    def _asked_inside(self) -> frozenset[int]:
+        """The storages that a backward pass inside the call asks for: replay starts after it."""
+        return frozenset(
+            self.graph.saves[unpack.save].value.storage
+            for unpack in self.graph.unpacks
+            if unpack.position < self.block.stop
+        )
 
     @functools.cached_property
     def candidates(self) -> tuple[int, ...]:
         """The storages that can be dropped: rebuilt from the rest when backward asks."""
-        return tuple(sorted(s for s in self.saved if self._can_rebuild([s])))
+        final = _final_versions(self.graph)
+        # An op may write what autograd saved just before: autograd wants it as it is afterwards.
+        settled = (s for s, value in self.saved.items() if final[s] == value.version)
+        return tuple(sorted(s for s in settled if self._can_rebuild([s])))
 
     def _can_rebuild(self, dropped: Collection[int]) -> bool:
         try:
@@ -86,6 +99,15 @@ class BlockGraph:
     def available(self, dropped: Collection[int]) -> "Available":
         """The values that are still there in backward, unchanged."""
         return Available(self, frozenset(dropped))
+
+    @functools.cached_property
+    def first_draw(self) -> int:
+        """The version of the generator when the call begins: its state is kept from there."""
+        for index in range(self.block.start, self.block.stop):
+            for value in self.graph.ops[index].reads:
+                if is_generator(self.graph, value.storage):
+                    return value.version
+        return -1
 
     def storage_key(self, storage: int) -> str:
         """Name a storage by the op that allocated it: stable from run to run."""
@@ -122,17 +144,11 @@ class Available:
         if value.storage in view.own_storages:
             return view.saved.get(value.storage) == value and self._is_final(value)
         if is_generator(view.graph, value.storage):
-            return value.version == _first_draw(view)
+            return value.version == view.first_draw
         return self._is_final(value)
 
     def _is_final(self, value: Value) -> bool:
         return _final_versions(self._view.graph)[value.storage] == value.version
-
-    def __iter__(self) -> object:
-        raise TypeError("available values can be asked for, not listed")
-
-    def __len__(self) -> int:
-        raise TypeError("available values can be asked for, not counted")
 
 
 def rerun(index: int, op: Op) -> Rerun | None:
@@ -198,12 +214,3 @@ def _saves_per_storage(graph: Graph) -> Counter[int]:
 def is_generator(graph: Graph, number: int) -> bool:
     """Whether a storage stands for the state of a random generator."""
     return graph.storages[number].category is Category.GENERATOR
-
-
-def _first_draw(view: BlockGraph) -> int:
-    """The version of the generator when the call begins: its state is kept from there."""
-    for index in range(view.block.start, view.block.stop):
-        for value in view.graph.ops[index].reads:
-            if is_generator(view.graph, value.storage):
-                return value.version
-    return -1

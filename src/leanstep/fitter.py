@@ -12,8 +12,8 @@ from leanstep.errors import InputError
 from leanstep.ir import Plan, Profile, Verdict
 from leanstep.reporters.terminal import render
 from leanstep.step import Loss, TrainingStep, make_step
-from leanstep.units import check_budget
-from leanstep.verifier import Look, compare, look
+from leanstep.units import check_budget, parse_budget
+from leanstep.verifier import Look, judge, look
 
 
 @dataclass(frozen=True)
@@ -70,16 +70,26 @@ def fit(
     step = make_step(model, batch, loss, optimizer, gradients_kept=gradients_kept)
     refuse_fitted(model)
     recorded = profile_step(step)
-    plan = planner.plan(recorded, budget, solver=solver, engine=engine)
+    plan = planner.plan(
+        recorded, _budget_bytes(budget, step, recorded), solver=solver, engine=engine
+    )
     if not verify:
         return Fit(recorded, plan, None, engines.apply(model, plan))
     return _verified(step, recorded, plan, before=look(step))
 
 
+def _budget_bytes(budget: str | int, step: TrainingStep, recorded: Profile) -> int:
+    free_bytes = None
+    if step.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(step.device)
+        free_bytes = free + torch.cuda.memory_reserved(step.device)
+    return parse_budget(budget, unplanned_peak_bytes=recorded.peak_bytes, free_bytes=free_bytes)
+
+
 def _verified(step: TrainingStep, recorded: Profile, plan: Plan, *, before: Look) -> Fit:
     applied = engines.apply(step.model, plan)
     try:
-        verdict = compare(step, plan, before, look(step))
+        verdict = judge(step, applied, before)
     except BaseException:
         applied.remove()
         raise

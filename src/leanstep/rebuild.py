@@ -13,6 +13,7 @@ moves to its next version: this is what makes draws replay in order.
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from leanstep.errors import LeanstepError
 from leanstep.ir.graph import Value
@@ -20,6 +21,14 @@ from leanstep.ir.graph import Value
 
 class UnreachableError(LeanstepError):
     """A value cannot be rebuilt from what is kept."""
+
+
+class Kept(Protocol):
+    """What a replay may start from: can be asked about a value, not listed."""
+
+    def __contains__(self, value: object, /) -> bool:
+        """Whether a value is there, unchanged, until backward."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +57,7 @@ class Program:
     uses: Mapping[int, int]
 
 
-def build_program(
-    ops: Sequence[Rerun], wanted: Mapping[Value, int], available: Collection[Value]
-) -> Program:
+def build_program(ops: Sequence[Rerun], wanted: Mapping[Value, int], available: Kept) -> Program:
     """Find the ops that rebuild every wanted value from the available ones."""
     makers = {value: op for op in ops for value in op.writes}
     chosen: dict[int, Rerun] = {}
@@ -72,7 +79,7 @@ def build_program(
 
 
 def _closure(
-    value: Value, makers: Mapping[Value, Rerun], available: Collection[Value]
+    value: Value, makers: Mapping[Value, Rerun], available: Kept
 ) -> tuple[dict[int, Rerun], frozenset[Value]]:
     """The ops that rebuild one value, and the available values they start from."""
     chosen: dict[int, Rerun] = {}

@@ -27,7 +27,6 @@ from leanstep.ir import (
 )
 from leanstep.rebuild import Run, Session
 
-
 # The state of torch's CPU generator, held for a block whose draws are replayed.
 GENERATOR_BYTES = 5056
 
@@ -77,9 +76,7 @@ def plan_effects(profile: Profile, plan: Plan) -> list[Effect]:
     """The effect of each decision that changes something."""
     blocks = {(b.path, b.occurrence, b.children): b for b in profile.blocks}
     return [
-        decision_effect(
-            BlockGraph(profile.graph, blocks[d.path, d.occurrence, d.children]), d
-        )
+        decision_effect(BlockGraph(profile.graph, blocks[d.path, d.occurrence, d.children]), d)
         for d in plan.changed
     ]
 
@@ -104,24 +101,29 @@ def timeline(profile: Profile, effects: Sequence[Effect]) -> Timeline:
         for replay in effect.replays:
             before.setdefault(replay.position, []).append(replay)
     points: list[Point] = []
-    for position, op in enumerate(graph.ops):
-        level = int(levels[position])
-        for replay in before.get(position, ()):
-            points.append(_replay_point(profile, replay, level))
-        points.append(
-            Point(position, False, level, level + op.rise_bytes, profile.seconds(position))
-        )
-    for replay in before.get(len(graph.ops), ()):
-        points.append(_replay_point(profile, replay, int(levels[-1])))
+    positions: list[int] = []
+    for position in range(len(graph.ops) + 1):
+        here = _points(profile, position, int(levels[position]), before.get(position, ()))
+        points.extend(here)
+        positions.extend([position] * len(here))
     peak = max(range(len(points)), key=lambda index: points[index].peak_bytes)
     extra_seconds = sum(effect.seconds(profile) for effect in effects)
     return Timeline(
         points=tuple(points),
         peak=peak,
-        at_peak=_breakdown(profile, effects, points[peak], before),
+        at_peak=_breakdown(profile, effects, positions[peak], points[peak].peak_bytes),
         seconds=profile.step_seconds + extra_seconds,
         extra_seconds=extra_seconds,
     )
+
+
+def _points(profile: Profile, position: int, level: int, replays: Sequence[Replay]) -> list[Point]:
+    """What happens at one position: the replays before its op, then the op itself."""
+    points = [_replay_point(profile, replay, level) for replay in replays]
+    if position < len(profile.graph.ops):
+        peak = level + profile.graph.ops[position].rise_bytes
+        points.append(Point(position, False, level, peak, profile.seconds(position)))
+    return points
 
 
 def _replay_point(profile: Profile, replay: Replay, level: int) -> Point:
@@ -162,12 +164,9 @@ def rises(graph: Graph) -> npt.NDArray[np.int64]:
 
 
 def _breakdown(
-    profile: Profile, effects: Sequence[Effect], at: Point, before: dict[int, list[Replay]]
+    profile: Profile, effects: Sequence[Effect], position: int, peak_bytes: int
 ) -> tuple[tuple[Category, int], ...]:
     """The bytes of each category at one point; what its op adds counts as temporary."""
-    position = at.op
-    if at.replayed:
-        position = next(p for p, rs in before.items() if any(r.op == at.op for r in rs))
     totals = dict.fromkeys(Category, 0)
     totals[Category.OTHER] = profile.other_bytes
     for storage in profile.graph.storages:
@@ -177,7 +176,7 @@ def _breakdown(
         for shift in effect.shifts:
             if shift.start <= position < shift.stop:
                 totals[shift.category] += shift.nbytes
-    totals[Category.TEMPORARY] += at.peak_bytes - sum(totals.values())
+    totals[Category.TEMPORARY] += peak_bytes - sum(totals.values())
     return tuple((category, nbytes) for category, nbytes in totals.items() if nbytes)
 
 
@@ -276,7 +275,9 @@ class _ReplayEffect:
         change = 0
         for value in run.op.writes:
             is_new = self.graph.storages[value.storage].birth == run.op.index
-            if is_new or (is_generator(self.graph, value.storage) and value.storage not in self.born):
+            if is_new or (
+                is_generator(self.graph, value.storage) and value.storage not in self.born
+            ):
                 self.born[value.storage] = position
                 change += self._nbytes(value.storage)
         for storage in run.frees:
@@ -321,7 +322,9 @@ def module_effect(view: BlockGraph) -> Effect:
         level += sum(graph.storages[s].nbytes for s, _ in births(op, graph, index))
         level -= _natural_ends(view, index, held)
     # What was neither saved nor dead when the run stops goes with its frames.
-    end = sum(graph.storages[s].nbytes for s in held if block.start <= graph.storages[s].birth < last)
+    end = sum(
+        graph.storages[s].nbytes for s in held if block.start <= graph.storages[s].birth < last
+    )
     copies = _buffer_bytes(view) + 2 * GENERATOR_BYTES
     return Effect(
         shifts,
@@ -354,6 +357,7 @@ def _module_shifts(view: BlockGraph, first: int, last: int) -> tuple[Shift, ...]
 
 
 def outside_reads(view: BlockGraph) -> set[int]:
+    """The storages a block call reads that were there before it."""
     block = view.block
     reads = {
         value.storage

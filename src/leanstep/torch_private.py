@@ -9,16 +9,27 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+# The step hooks that apply to every optimizer of the process.
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode
 
 # Flattens nested arguments (tuples, dicts, registered dataclasses) into leaves.
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
 
 
+class TorchDispatchMode(_TorchDispatchMode):
+    """Sees every op below autograd while it is active; torch's own has no annotations."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+
 def storage_address(tensor: torch.Tensor) -> int:
     """The identity of a tensor's storage, valid while the storage lives."""
-    return tensor.untyped_storage()._cdata
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 def storage_use_count(address: int) -> int:
@@ -65,8 +76,21 @@ def next_node_number() -> int:
 
 def memory_event_bytes(profiler: torch.profiler.profile) -> list[int]:
     """The CPU allocator's events in order: bytes taken (positive) or given back (negative)."""
-    results = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    results: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]
     return [event.nbytes() for event in results.events() if event.name() == "[memory]"]
+
+
+def with_lazy_bits(tensor: torch.Tensor, *, conj: bool, neg: bool) -> torch.Tensor:
+    """The tensor as one whose conjugate or negative is taken when it is read."""
+    if conj:
+        tensor = torch._conj(tensor)
+    return torch._neg_view(tensor) if neg else tensor
+
+
+def saving_hooks_work() -> bool:
+    """Whether tensors that autograd saves can be replaced; under torch.func they cannot."""
+    enabled: bool = torch._C._autograd._saved_tensors_hooks_is_enabled()
+    return enabled
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -77,14 +101,16 @@ def version(tensor: torch.Tensor) -> int:
 def original_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
     """The optimizer's own step, past what a learning-rate scheduler put in front of it."""
     step = type(optimizer).step
-    return lambda: step(optimizer)  # type: ignore[call-arg]
+    return lambda: step(optimizer)
 
 
 def optimizer_hooks(optimizer: torch.optim.Optimizer) -> list[dict[int, Any]]:
-    """The dictionaries that hold an optimizer's step hooks."""
+    """The dictionaries that hold an optimizer's step hooks, and those of all optimizers."""
     return [
         optimizer._optimizer_step_pre_hooks,
         optimizer._optimizer_step_post_hooks,
+        _global_optimizer_pre_hooks,
+        _global_optimizer_post_hooks,
     ]
 
 

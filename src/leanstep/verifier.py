@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from leanstep.ir import Plan, Verdict
+from leanstep.engines import Applied
+from leanstep.ir import Verdict
 from leanstep.state import untouched
 from leanstep.step import TrainingStep
 from leanstep.truth import median_seconds, peak_rise_bytes, resident_bytes
@@ -27,21 +28,30 @@ class Look:
     outcome: Outcome
     resident_bytes: int
     rise_bytes: int
-    seconds: float
 
 
 def look(step: TrainingStep) -> Look:
-    """Run a step for its numbers, then for its memory, then for its time; leave no trace."""
+    """Run a step for its numbers, then for its memory; leave no trace."""
     with untouched(step):
         outcome = _outcome(step)
     with untouched(step):
         # Optimizer state is made at the first step and counts in the peak from then on.
-        step.run()
+        step.first_run()
         resident = resident_bytes(step)
         rise = peak_rise_bytes(step.run, step.device)
+    return Look(outcome, resident, rise)
+
+
+def race(step: TrainingStep, applied: Applied, rounds: int = 3) -> tuple[float, float]:
+    """The median seconds of the untouched and the planned step, in turns on a noisy machine."""
+    untouched_seconds, planned_seconds = [], []
     with untouched(step):
-        seconds = median_seconds(step.run, step.device)
-    return Look(outcome, resident, rise, seconds)
+        for _ in range(rounds):
+            with applied.paused():
+                untouched_seconds.append(median_seconds(step.run, step.device, repeats=1))
+            planned_seconds.append(median_seconds(step.run, step.device, repeats=1))
+    middle = rounds // 2
+    return sorted(untouched_seconds)[middle], sorted(planned_seconds)[middle]
 
 
 def _outcome(step: TrainingStep) -> Outcome:
@@ -54,7 +64,9 @@ def _outcome(step: TrainingStep) -> Outcome:
     return Outcome(
         loss=_host(loss),
         gradients={
-            names.get(id(p), f"optimizer parameter {place}"): None if p.grad is None else _host(p.grad)
+            names.get(id(p), f"optimizer parameter {place}"): None
+            if p.grad is None
+            else _host(p.grad)
             for place, p in enumerate(step.parameters())
         },
         buffers={name: _host(buffer) for name, buffer in step.model.named_buffers()},
@@ -66,8 +78,10 @@ def _host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def compare(step: TrainingStep, plan: Plan, before: Look, after: Look) -> Verdict:
-    """Judge a planned step against the untouched one."""
+def judge(step: TrainingStep, applied: Applied, before: Look) -> Verdict:
+    """Judge the planned step, now in force, against a look at the untouched one."""
+    plan, after = applied.plan, look(step)
+    baseline_seconds, measured_seconds = race(step, applied)
     old, new = before.outcome, after.outcome
     loss = [] if _same(old.loss, new.loss) else ["the loss"]
     gradients = _differing(old.gradients, new.gradients, "gradient of")
@@ -81,9 +95,9 @@ def compare(step: TrainingStep, plan: Plan, before: Look, after: Look) -> Verdic
         baseline_peak_bytes=before.rise_bytes + max(before.resident_bytes, known),
         predicted_peak_bytes=plan.peak_bytes,
         measured_peak_bytes=after.rise_bytes + max(after.resident_bytes, known),
-        baseline_seconds=before.seconds,
-        predicted_seconds=before.seconds + plan.extra_seconds,
-        measured_seconds=after.seconds,
+        baseline_seconds=baseline_seconds,
+        predicted_seconds=baseline_seconds + plan.extra_seconds,
+        measured_seconds=measured_seconds,
         loss_equal=not loss,
         gradients_equal=not gradients,
         buffers_equal=not buffers,

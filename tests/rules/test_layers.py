@@ -20,7 +20,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 BASE = {"errors", "units"}
 IR = BASE | {"ir"}
-REBUILD = IR | {"rebuild"}
+REBUILD = IR | {"rebuild", "blockgraph"}
 SIMULATOR = REBUILD | {"simulator"}
 SOLVERS = SIMULATOR | {"solvers"}
 PLANNER = SOLVERS | {"planner"}
@@ -33,6 +33,7 @@ MAY_IMPORT = {
     "units": BASE,
     "ir": IR,
     "rebuild": IR,
+    "blockgraph": IR | {"rebuild"},
     "simulator": REBUILD,
     "solvers": SOLVERS,
     "planner": PLANNER,
@@ -46,8 +47,8 @@ MAY_IMPORT = {
     "engines": RECORDER | {"engines"},
     "verifier": RECORDER | {"simulator", "engines"},
     "models": BASE | {"models"},
-    "fitter": STAGES,
-    "api": STAGES | {"fitter"},
+    "api": STAGES,
+    "fitter": STAGES | {"api"},
     "testing": PLANNER,
     "__init__": STAGES | {"fitter", "api"},
     "integrations": {"integrations"},
@@ -60,7 +61,7 @@ TORCH = {
     *("recorder", "profiler", "engines", "models", "integrations"),
     *("verifier", "truth", "fitter", "state", "step", "torch_private", "testing", "api"),
 }
-WITHOUT_TORCH = ("planner", "solvers", "simulator", "rebuild", "reporters", "ir")
+WITHOUT_TORCH = ("planner", "solvers", "simulator", "rebuild", "blockgraph", "reporters", "ir")
 
 
 def layer_of(path: Path) -> str:

@@ -43,7 +43,10 @@ def load(kind: type[Noun], path: Path) -> Noun:
         raise InputError(
             f"{path} has format {version}, this leanstep reads {FORMAT_VERSION}: make it anew"
         )
-    return typing.cast(Noun, from_plain(kind, document["content"]))
+    try:
+        return typing.cast(Noun, from_plain(kind, document["content"]))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{path} holds a {found} that is damaged: {error}") from error
 
 
 def to_plain(value: Any) -> Any:
@@ -65,7 +68,7 @@ def from_plain(kind: Any, plain: Any) -> Any:
 @functools.cache
 def _reader(kind: Any) -> Any:
     """Make the function that reads one kind; cached, since a graph has many thousand values."""
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         readers = [(f.name, _reader(hints[f.name])) for f in dataclasses.fields(kind)]
         return lambda plain: kind(**{name: read(plain[name]) for name, read in readers})

@@ -111,7 +111,10 @@ class Unpack(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModuleCall:
-    """One call of a module: `start` and `stop` are positions; `occurrence` counts its calls."""
+    """One call of a module: `start` and `stop` are positions; `occurrence` counts its calls.
+
+    Calls without gradients, or made by a checkpoint during backward, have occurrence -1.
+    """
 
     path: str
     class_name: str

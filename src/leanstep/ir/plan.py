@@ -1,6 +1,6 @@
 """What to change: one decision for each block call."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Self
@@ -53,7 +53,7 @@ class Plan:
     step_seconds: float
     extra_seconds: float
     bound_seconds: float
-    decisions: tuple[Decision, ...]
+    decisions: tuple[Decision, ...] = field(repr=False)
     model: str
     torch_version: str
     notes: tuple[str, ...] = ()

@@ -1,10 +1,11 @@
 """What the profiler found out about one training step on one device."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
 from leanstep.ir import codec
+from leanstep.ir.check import check_blocks, check_graph
 from leanstep.ir.graph import Block, Graph
 
 
@@ -24,9 +25,9 @@ class Profile:
     allocated there and stays. `gradients_kept` says gradients were alive at the step's start.
     """
 
-    graph: Graph
-    blocks: tuple[Block, ...]
-    costs: tuple[Cost, ...]
+    graph: Graph = field(repr=False)
+    blocks: tuple[Block, ...] = field(repr=False)
+    costs: tuple[Cost, ...] = field(repr=False)
     step_seconds: float
     other_bytes: int
     peak_bytes: int
@@ -47,4 +48,7 @@ class Profile:
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read a profile that `save` wrote."""
-        return codec.load(cls, Path(path))
+        profile = codec.load(cls, Path(path))
+        check_graph(profile.graph)
+        check_blocks(profile.graph, profile.blocks)
+        return profile

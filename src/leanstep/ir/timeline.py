@@ -1,6 +1,6 @@
 """The predicted memory and time of a step under a plan."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from leanstep.ir.graph import Category
 
@@ -23,7 +23,7 @@ class Point:
 class Timeline:
     """Bytes at every op of the planned step, and the breakdown at the peak."""
 
-    points: tuple[Point, ...]
+    points: tuple[Point, ...] = field(repr=False)
     peak: int
     at_peak: tuple[tuple[Category, int], ...]
     seconds: float

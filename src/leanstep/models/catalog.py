@@ -1,7 +1,8 @@
 """The names that `build` knows: sizes, and the shapes a model is called with unless told.
 
 The full-size ones have the parameter counts of the published models. The tiny ones have the same
-structure, at least three repeated blocks, and a step of milliseconds on a CPU.
+structure, at least three repeated blocks, and a step of milliseconds on a CPU. `gpt2-mini` is for
+the demo: seconds on a CPU, with activations that outweigh the parameters.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ SEQ2SEQ_BASE = Seq2SeqSizes(
 RESNET_TINY = ResNetSizes(block=BasicBlock, depths=(2, 2, 2, 2), width=16, num_classes=10)
 BERT_TINY = BertSizes(width=64, depth=4, heads=4, inner=256, vocabulary=512, positions=64)
 GPT2_TINY = GPT2Sizes(width=64, depth=4, heads=4, inner=256, vocabulary=512, positions=64)
+GPT2_MINI = GPT2Sizes(width=256, depth=8, heads=4, inner=1024, vocabulary=4096, positions=512)
 LLAMA_TINY = LlamaSizes(
     width=64, depth=4, heads=4, key_heads=2, inner=192, vocabulary=512, positions=64
 )
@@ -89,6 +91,7 @@ CATALOG: dict[str, Entry] = {
     "llama-1b": Entry(LLAMA_1B, 1, 2048),
     "seq2seq-base": Entry(SEQ2SEQ_BASE, 4, 512),
     "unet": Entry(UNetSizes(widths=(64, 128, 256, 512), groups=32), 4, 224),
+    "gpt2-mini": Entry(GPT2_MINI, 8, 256),
     "resnet-tiny": Entry(RESNET_TINY, 8, 32),
     "bert-tiny": Entry(BERT_TINY, 4, 32),
     "gpt2-tiny": Entry(GPT2_TINY, 4, 32),
