@@ -22,7 +22,7 @@ else:
     settings.load_profile("leanstep")
 
 if torch is not None:
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
 
 SEED = 20
 

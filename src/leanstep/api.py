@@ -28,7 +28,6 @@ def profile(
     loss: Loss | None = None,
     *,
     optimizer: torch.optim.Optimizer | None = None,
-    device: str | None = None,
     gradients_kept: bool = False,
 ) -> Profile:
     """Record one training step of a model, find its blocks, and time its ops.
@@ -36,8 +35,6 @@ def profile(
     Runs a handful of steps and leaves no trace of them. Without an optimizer the step ends with
     backward. `gradients_kept` profiles a step that adds to existing gradients.
     """
-    if device is not None:
-        raise InputError("profiling for another device is not possible yet: leave device=None")
     step = make_step(model, batch, loss, optimizer, gradients_kept=gradients_kept)
     refuse_fitted(model)
     return profile_step(step)
@@ -98,11 +95,8 @@ def fingerprint(model: torch.nn.Module) -> str:
     return f"{name}, {len(parameters)} tensors, {count} parameters"
 
 
-def apply(
-    model: torch.nn.Module, plan: Plan, *, batch: Any = None, engine: str = "auto"
-) -> engines.Applied:
+def apply(model: torch.nn.Module, plan: Plan, *, engine: str = "auto") -> engines.Applied:
     """Let a model train as a plan says; `remove()` of what comes back undoes it."""
-    del batch
     refuse_fitted(model)
     return engines.apply(model, plan, engine=engine)
 

@@ -11,6 +11,7 @@ from leanstep.engines import Applied
 from leanstep.errors import InputError
 from leanstep.ir import Plan, Profile, Verdict
 from leanstep.reporters.terminal import render
+from leanstep.solvers.registry import find_solver
 from leanstep.step import Loss, TrainingStep, make_step
 from leanstep.units import check_budget, parse_budget
 from leanstep.verifier import Look, judge, look
@@ -67,6 +68,7 @@ def fit(
     check_budget(budget)
     if engine not in engines.ENGINES:
         raise InputError(f"unknown engine {engine!r}: use one of {', '.join(engines.ENGINES)}")
+    find_solver(solver)
     step = make_step(model, batch, loss, optimizer, gradients_kept=gradients_kept)
     refuse_fitted(model)
     recorded = profile_step(step)

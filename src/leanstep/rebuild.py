@@ -146,6 +146,10 @@ class Session:
     def request(self, value: Value) -> list[Run]:
         """Say which ops must run now so that the value is there, in order."""
         order = self._missing(value)
+        while clobbered := self._clobbered(order):
+            for storage in clobbered:
+                del self.present[storage]
+            order = self._missing(value)
         last_reader: dict[int, int] = {value.storage: len(order)}
         for place, index in enumerate(order):
             for storage in _rebuilt(self.program.reruns[index].reads, self.program.all_sources):
@@ -175,6 +179,15 @@ class Session:
             pending.extend(op.reads)
             pending.extend(self._before_overwriting(op))
         return sorted(missing)
+
+    def _clobbered(self, order: list[int]) -> set[int]:
+        """The storages that these ops would take back to an earlier version than they have."""
+        return {
+            value.storage
+            for index in order
+            for value in self.program.reruns[index].writes
+            if value.version <= self.present.get(value.storage, -1)
+        }
 
     def _before_overwriting(self, op: Rerun) -> list[Value]:
         """What still has to be made from the versions that an in-place op is about to end."""

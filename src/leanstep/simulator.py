@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from leanstep.blockgraph import BlockGraph, births, is_generator
+from leanstep.blockgraph import STATISTICS_ARE_OPTIONAL, BlockGraph, births, is_generator
 from leanstep.ir import (
     Category,
     Decision,
@@ -29,6 +29,9 @@ from leanstep.rebuild import Run, Session
 
 # The state of torch's CPU generator, held for a block whose draws are replayed.
 GENERATOR_BYTES = 5056
+
+# Numbers are tensors of 8 bytes while an op runs, outside the recorder's view: a few for a block.
+NUMBERS_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,15 +218,20 @@ class _ReplayEffect:
             self._shift(number, storage.natural_death + 1, storage.death + 1, sign=-1)
 
     def _hold_sources(self) -> None:
-        # While a call is recorded, the generator's state and what it reads from outside are held.
+        # While a call is recorded, the generator's state and what it reads from outside are held;
+        # around each draw the state is looked at.
         block = self.view.block
-        self.shifts.append(Shift(block.start, block.stop, GENERATOR_BYTES, Category.GENERATOR))
+        draws = any(is_generator(self.graph, number) for number in outside_reads(self.view))
+        held = (2 if draws else 1) * GENERATOR_BYTES
+        self.shifts.append(Shift(block.start, block.stop, held, Category.GENERATOR))
         for number in outside_reads(self.view):
             self._shift(number, self.graph.storages[number].death + 1, self.view.block.stop)
         until: dict[int, int] = {}
         for save in self.view.saves:
             for source in self.program.sources.get(save.value, ()):
                 until[source.storage] = max(until.get(source.storage, 0), save.release)
+        ends = max(until.values(), default=block.stop)
+        self.shifts.append(Shift(block.start, ends, NUMBERS_BYTES, Category.OTHER))
         for number, release in until.items():
             if is_generator(self.graph, number):
                 self._hold_generator(release)
@@ -267,8 +275,11 @@ class _ReplayEffect:
 
     def _draw_bytes(self, run: Run) -> int:
         """The copies of the generator's state that are made around a replayed draw."""
-        draws = any(is_generator(self.graph, value.storage) for value in run.op.reads)
-        return 2 * GENERATOR_BYTES if draws else 0
+        for value in run.op.reads:
+            if is_generator(self.graph, value.storage):
+                # The first draw also copies the state that the call began with.
+                return (2 if value.storage in self.born else 3) * GENERATOR_BYTES
+        return 0
 
     def _after(self, run: Run, position: int) -> int:
         """Count what an op that ran again leaves behind, and what it lets go."""
@@ -278,13 +289,17 @@ class _ReplayEffect:
             if is_new or (
                 is_generator(self.graph, value.storage) and value.storage not in self.born
             ):
-                self.born[value.storage] = position
                 change += self._nbytes(value.storage)
+                if value.storage in self.born:
+                    # Built anew because its contents had moved past what is asked for.
+                    change -= self._nbytes(value.storage)
+                    self._end(value.storage, self.born[value.storage], position)
+                self.born[value.storage] = position
         for storage in run.frees:
-            start = self.born.pop(storage)
-            change -= self._nbytes(storage)
             # Autograd may still hold it for a node that has asked already.
-            self._end(storage, start, max(position, self.release.pop(storage, 0)))
+            start, stop = self.born.pop(storage), max(position, self.release.pop(storage, 0))
+            change -= self._nbytes(storage) if stop == position else 0
+            self._end(storage, start, stop)
         return change
 
     def _nbytes(self, storage: int) -> int:
@@ -350,6 +365,8 @@ def _module_shifts(view: BlockGraph, first: int, last: int) -> tuple[Shift, ...]
             shifts.append(Shift(first, until, storage.nbytes, storage.category))
     ends = max(release.values())
     shifts.append(Shift(block.start, ends, GENERATOR_BYTES, Category.GENERATOR))
+    shifts.append(Shift(block.start, block.stop, _buffer_bytes(view), Category.BUFFER))
+    shifts.append(Shift(block.stop, ends, _written_bytes(view), Category.BUFFER))
     for number in outside_reads(view):
         storage = graph.storages[number]
         shifts.append(Shift(storage.death + 1, ends, storage.nbytes, storage.category))
@@ -385,6 +402,19 @@ def _buffer_bytes(view: BlockGraph) -> int:
         for number in outside_reads(view)
         if storages[number].category is Category.BUFFER
     )
+
+
+def _written_bytes(view: BlockGraph) -> int:
+    """The copies of the buffers that forward writes, kept to start the second run from."""
+    ops = view.graph.ops[view.block.start : view.block.stop]
+    written = {
+        value.storage
+        for op in ops
+        if op.name not in STATISTICS_ARE_OPTIONAL
+        for value in op.writes
+        if view.graph.storages[value.storage].category is Category.BUFFER
+    }
+    return sum(view.graph.storages[number].nbytes for number in written)
 
 
 def static_bytes(profile: Profile) -> int:

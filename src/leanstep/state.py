@@ -1,15 +1,18 @@
 """Run training steps on a model and leave no trace.
 
 Everything a step can change is noted before and put back after, also when the step raises:
-parameters, buffers, gradients, optimizer state and settings, plain attributes of modules, modes,
-the batch, and every random state. Copies go to host memory: on the device they would break the
-very budget that is being measured. The optimizer's step hooks are silent meanwhile.
+parameters, buffers, gradients, optimizer state and settings, attributes of modules and of the
+optimizer with what their collections hold, modes, the batch, and every random state. Copies go to
+host memory: on the device they would break the very budget that is being measured. The optimizer's
+step hooks are silent meanwhile.
+
+Out of reach is what lives outside model, batch and optimizer: files, and objects of other classes.
 """
 
 import random
 import sys
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -18,8 +21,9 @@ import torch
 from leanstep.step import TrainingStep
 from leanstep.torch_private import optimizer_hooks, tree_leaves
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), tuple, frozenset)
-_MODULE_OWN = frozenset(vars(torch.nn.Module())) - {"training"}
+_MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
+_COLLECTIONS = (list, deque, set, *_MAPPINGS)
+_MODULE_OWN = frozenset(vars(torch.nn.Module()))
 
 
 @contextmanager
@@ -34,26 +38,40 @@ def untouched(step: TrainingStep) -> Iterator[None]:
 def _snapshots(step: TrainingStep) -> Iterator[Callable[[], None]]:
     # Restored in reverse: contents come back before the gradients that were set aside.
     yield from _random_states(step.device)
-    yield from (_attributes(module) for module in step.model.modules())
+    for module in step.model.modules():
+        yield from _attributes(module)
     if step.optimizer is not None:
+        yield from _settings(step.optimizer)
         yield _silence(step.optimizer)
-        yield _groups(step.optimizer)
-        yield _optimizer_state(step.optimizer)
     yield _set_aside_gradients(step)
-    yield _contents([p.detach() for p in step.parameters()])
-    yield _contents(list(step.model.buffers()))
-    yield _contents([x for x in tree_leaves(step.batch) if isinstance(x, torch.Tensor)])
+    yield _set_aside_batch_gradients(step)
+    yield _contents(p.detach() for p in step.parameters())
+    yield _contents(step.model.buffers())
+    yield _contents(x for x in tree_leaves(step.batch) if isinstance(x, torch.Tensor))
 
 
-def _contents(tensors: list[torch.Tensor]) -> Callable[[], None]:
-    """Note the contents of tensors, one copy for each storage."""
-    copies = [(tensor.data, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
+def _contents(tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
+    """Note the contents of tensors."""
+    copies = [(memory, memory.to("cpu", copy=True)) for memory in map(_memory, tensors)]
 
     def restore() -> None:
-        for tensor, copy in copies:
-            tensor.copy_(copy)
+        for memory, copy in copies:
+            # What nobody wrote is not written here either: it may be read-only.
+            is_plain = memory.device.type == "cpu" and memory.layout is torch.strided
+            if not is_plain or not torch.equal(memory, copy):
+                memory.copy_(copy)
 
     return restore
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that can be copied to; an expanded one has elements that share their memory."""
+    data = tensor.detach()
+    if data.layout is not torch.strided or data.numel() == 0:
+        return data
+    pairs = zip(data.shape, data.stride(), strict=True)
+    extent = 1 + sum((size - 1) * stride for size, stride in pairs)
+    return data.as_strided((extent,), (1,)) if data.numel() > extent else data
 
 
 def _set_aside_gradients(step: TrainingStep) -> Callable[[], None]:
@@ -81,36 +99,25 @@ def _set_aside_gradients(step: TrainingStep) -> Callable[[], None]:
     return restore
 
 
-def _optimizer_state(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    noted = {
-        parameter: (dict(entry), _contents([v for v in entry.values() if _is_tensor(v)]))
-        for parameter, entry in optimizer.state.items()
-    }
+def _set_aside_batch_gradients(step: TrainingStep) -> Callable[[], None]:
+    noted = [(leaf, leaf.grad) for leaf in step.batch_leaves()]
+    for leaf, _ in noted:
+        leaf.grad = None
 
     def restore() -> None:
-        for parameter in list(optimizer.state):
-            if parameter not in noted:
-                del optimizer.state[parameter]
-        for parameter, (entry, contents) in noted.items():
-            optimizer.state[parameter].clear()
-            optimizer.state[parameter].update(entry)
-            contents()
+        for leaf, gradient in noted:
+            leaf.grad = gradient
 
     return restore
 
 
-def _groups(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    noted = [(group, dict(group)) for group in optimizer.param_groups]
-    tensors = [v for group in optimizer.param_groups for v in group.values() if _is_tensor(v)]
-    contents = _contents(tensors)
-
-    def restore() -> None:
-        for group, copy in noted:
-            group.clear()
-            group.update(copy)
-        contents()
-
-    return restore
+def _settings(optimizer: torch.optim.Optimizer) -> Iterator[Callable[[], None]]:
+    """Note an optimizer's state, its groups and its attributes."""
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    noted = _Collected([optimizer.state, optimizer.param_groups, *vars(optimizer).values()])
+    yield _contents(tensor for tensor in noted.tensors if id(tensor) not in own)
+    yield noted.restore
+    yield _variables(optimizer)
 
 
 def _silence(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
@@ -120,44 +127,86 @@ def _silence(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 
     def restore() -> None:
         for hooks, copy in noted:
-            hooks.clear()
-            hooks.update(copy)
+            _refill(hooks, copy)
 
     return restore
 
 
-def _attributes(module: torch.nn.Module) -> Callable[[], None]:
-    """Note a module's mode, buffers and plain attributes, and what its collections hold."""
-    own = vars(module)
-    noted = {name: value for name, value in own.items() if name not in _MODULE_OWN}
-    buffers = dict(module.named_buffers(recurse=False))
-    collections = [
-        (value, type(value)(value))
-        for value in noted.values()
-        if type(value) in (list, dict, set, deque)
-    ]
-    contents = _contents([value for value in noted.values() if _is_tensor(value)])
+def _attributes(module: torch.nn.Module) -> Iterator[Callable[[], None]]:
+    """Note a module's mode, its own dictionaries, and the attributes that its class gave it."""
+    own = {name: value for name, value in vars(module).items() if name in _MODULE_OWN}
+    others = {name: value for name, value in vars(module).items() if name not in _MODULE_OWN}
+    noted = _Collected(others.values())
+    yield _contents(noted.tensors)
+    yield noted.restore
+    # Parameters and buffers by name, children, hooks: who they are; contents are noted elsewhere.
+    yield _Collected(own.values()).restore
+    yield _variables(module)
+
+
+def _variables(owner: object) -> Callable[[], None]:
+    """Note which attributes an object has, and which objects they are."""
+    own, noted = vars(owner), dict(vars(owner))
 
     def restore() -> None:
-        for name in [name for name in own if name not in _MODULE_OWN and name not in noted]:
+        for name in [name for name in own if name not in noted]:
             del own[name]
         own.update(noted)
-        for name, buffer in buffers.items():
-            if getattr(module, name) is not buffer:
-                setattr(module, name, buffer)
-        for collection, copy in collections:
-            _refill(collection, copy)
-        contents()
 
     return restore
+
+
+class _Collected:
+    """The collections in some values, those inside others included, and the tensors they hold."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._copies: dict[int, tuple[Any, Any]] = {}
+        self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
+        pending = list(values)
+        while pending:
+            value = pending.pop()
+            if isinstance(value, torch.Tensor):
+                self.tensors.append(value)
+            elif isinstance(value, torch.Generator):
+                self._generators.append((value, value.get_state()))
+            elif type(value) is tuple:
+                pending.extend(value)
+            elif type(value) in _COLLECTIONS and id(value) not in self._copies:
+                self._copies[id(value)] = (value, _plain_copy(value))
+                pending.extend(value.values() if isinstance(value, dict) else value)
+
+    def restore(self) -> None:
+        """Let every collection hold again what it held."""
+        for collection, copy in self._copies.values():
+            _refill(collection, copy)
+        for generator, state in self._generators:
+            generator.set_state(state)
+
+
+def _plain_copy(collection: Any) -> Any:
+    if isinstance(collection, dict):
+        return dict(collection)
+    return set(collection) if isinstance(collection, set) else list(collection)
 
 
 def _refill(collection: Any, copy: Any) -> None:
-    if len(collection) == len(copy) and all(a is b for a, b in zip(collection, copy, strict=True)):
+    if _holds_the_same(collection, copy):
         return
     collection.clear()
     add = collection.extend if isinstance(collection, (list, deque)) else collection.update
     add(copy)
+
+
+def _holds_the_same(collection: Any, copy: Any) -> bool:
+    """Whether a collection holds the very objects it held, in the same order."""
+    if len(collection) != len(copy):
+        return False
+    if isinstance(collection, dict) and not _holds_the_same(
+        list(collection.values()), list(copy.values())
+    ):
+        return False
+    return all(a is b for a, b in zip(collection, copy, strict=True))
 
 
 def _random_states(device: torch.device) -> Iterator[Callable[[], None]]:
@@ -171,7 +220,3 @@ def _random_states(device: torch.device) -> Iterator[Callable[[], None]]:
     if (numpy := sys.modules.get("numpy")) is not None:
         legacy = numpy.random.get_state()
         yield lambda: numpy.random.set_state(legacy)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)

@@ -46,6 +46,16 @@ class TrainingStep:
         if not self.gradients_kept:
             for parameter in self.parameters():
                 parameter.grad = None
+        # The next step's batch is another one: no gradient waits for it.
+        for leaf in self.batch_leaves():
+            leaf.grad = None
+
+    def first_run(self) -> None:
+        """Run once, the optimizer in any case: its state is there from its first step on."""
+        self.compute_loss().backward()
+        if self.optimizer is not None:
+            original_step(self.optimizer)()
+        self.drop_gradients()
 
     def run(self) -> None:
         """Run the whole step once."""
@@ -61,6 +71,12 @@ class TrainingStep:
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield parameter
+
+    def batch_leaves(self) -> Iterator[torch.Tensor]:
+        """Every tensor of the batch that backward leaves a gradient on."""
+        for leaf in tree_leaves(self.batch):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf:
+                yield leaf
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Everything that is there between steps: all of it counts in the peak."""
@@ -134,11 +150,16 @@ def make_step(
         raise InputError(f"model is {type(model).__name__}, not a torch.nn.Module")
     if not any(p.requires_grad for p in model.parameters()):
         raise InputError("the model has no trainable parameters: there is no backward to plan for")
+    _check_initialised(model)
     _check_devices(model, batch)
     _check_optimizer(model, optimizer)
-    return TrainingStep(
-        model, batch, checked_loss(loss or default_loss), optimizer, gradients_kept
-    )
+    return TrainingStep(model, batch, checked_loss(loss or default_loss), optimizer, gradients_kept)
+
+
+def _check_initialised(model: torch.nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if torch.nn.parameter.is_lazy(parameter):
+            raise InputError(f"{name} has no shape yet: call the model once on a batch first")
 
 
 def _check_devices(model: torch.nn.Module, batch: Any) -> None:
@@ -149,6 +170,8 @@ def _check_devices(model: torch.nn.Module, batch: Any) -> None:
             f"({', '.join(sorted(map(str, home)))}): leanstep plans for one"
         )
     (device,) = home
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"the model is on {device}: leanstep runs steps on CPU and CUDA devices")
     for leaf in tree_leaves(batch):
         # A 0-dim CPU tensor mixes freely with any device.
         if isinstance(leaf, torch.Tensor) and leaf.device != device and leaf.dim() > 0:

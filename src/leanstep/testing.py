@@ -117,11 +117,13 @@ class _Step:
         reads, output = Value(index + 1, 0), Value(index + 2, 0)
         backward = 2 * len(self.layers) - 1 - index
         next_saves = index + 1 < len(self.layers) and self.layers[index + 1].saves_input
-        natural = min(index + 1, len(self.layers) - 1)
+        # The last output, the loss, is what backward begins with.
+        natural = index + 1
         death = backward - 1 if next_saves else natural
         self.storages.append(Storage(layer.nbytes, Category.ACTIVATION, index, death, natural))
         if layer.saves_input:
-            self.unpacks.append(Unpack(len(self.saves), backward))
+            # Backward asks for the last one first.
+            self.unpacks.insert(0, Unpack(len(self.saves), backward))
             self.saves.append(Save(reads, -1, index, backward + 1))
         rise = layer.nbytes + layer.workspace_bytes
         self._op(f"layer_{index}", Phase.FORWARD, (Value(0, 0), reads), output, rise, layer)

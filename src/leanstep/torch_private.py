@@ -6,6 +6,7 @@ repair belongs in this file.
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -89,8 +90,14 @@ def with_lazy_bits(tensor: torch.Tensor, *, conj: bool, neg: bool) -> torch.Tens
 
 def saving_hooks_work() -> bool:
     """Whether tensors that autograd saves can be replaced; under torch.func they cannot."""
-    enabled: bool = torch._C._autograd._saved_tensors_hooks_is_enabled()
+    enabled: bool = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
     return enabled
+
+
+def below_autograd() -> AbstractContextManager[None]:
+    """Run ops as autograd runs them: nothing is recorded for backward, whatever the grad mode."""
+    guard: AbstractContextManager[None] = torch._C._AutoDispatchBelowAutograd()
+    return guard
 
 
 def version(tensor: torch.Tensor) -> int:

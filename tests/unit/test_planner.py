@@ -200,7 +200,6 @@ def test_plan_is_the_same_from_run_to_run() -> None:
     [
         ({"solver": "best"}, "no solver is called 'best'"),
         ({"engine": "magic"}, "no engine is called 'magic'; there are auto, replay, module"),
-        ({"overrides": {"layers.0": "keep"}}, "overrides"),
     ],
 )
 def test_unusable_argument_is_refused(arguments: dict[str, object], message: str) -> None:

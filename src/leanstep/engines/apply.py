@@ -1,7 +1,8 @@
 """Apply a plan to a model, and undo it."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,12 +20,37 @@ class Applied:
 
     def __init__(self, model: torch.nn.Module, plan: Plan) -> None:
         self.model, self.plan = model, plan
-        self.modules: list[torch.nn.Module] = []
+        self._runners: list[tuple[torch.nn.Module, Callable[..., Any]]] = []
+
+    def put(self, module: torch.nn.Module, runner: Callable[..., Any]) -> None:
+        """Let a module's calls go through a runner."""
+        attach(module, runner)
+        self._runners.append((module, runner))
 
     def remove(self) -> None:
         """Give the model back exactly as it was."""
-        while self.modules:
-            detach(self.modules.pop())
+        while self._runners:
+            module, _ = self._runners.pop()
+            detach(module)
+
+    def pause(self) -> None:
+        """Let the model run untouched until `resume`."""
+        for module, _ in self._runners:
+            detach(module)
+
+    def resume(self) -> None:
+        """Put a paused plan back in force, with all it has recorded."""
+        for module, runner in self._runners:
+            attach(module, runner)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run the untouched model for a while."""
+        self.pause()
+        try:
+            yield
+        finally:
+            self.resume()
 
 
 def apply(model: torch.nn.Module, plan: Plan, *, engine: str = "auto") -> Applied:
@@ -41,8 +67,7 @@ def apply(model: torch.nn.Module, plan: Plan, *, engine: str = "auto") -> Applie
     for path, decisions in by_path.items():
         if all(decision.engine is Engine.UNTOUCHED for decision in decisions):
             continue
-        attach(modules[path], _runner(path, modules[path], decisions, rounds, watch))
-        applied.modules.append(modules[path])
+        applied.put(modules[path], _runner(path, decisions, rounds, watch))
     return applied
 
 
@@ -66,7 +91,6 @@ def _check_block(path: str, modules: dict[str, torch.nn.Module]) -> None:
 
 def _runner(
     path: str,
-    module: torch.nn.Module,
     decisions: list[Decision],
     rounds: Round,
     watch: SizeWatch,
@@ -98,7 +122,7 @@ class SequentialRuntime:
         kwargs: dict[str, Any],
     ) -> Any:
         """Call the children in turn, each stretch as one block."""
-        (hidden,) = args
+        (hidden,) = (*args, *kwargs.values())
         names = [name for name, _ in module.named_children()]
         place = 0
         while place < len(names):
@@ -119,4 +143,3 @@ def _run_stretch(stretch: list[torch.nn.Module]) -> Callable[..., Any]:
         return hidden
 
     return forward
-

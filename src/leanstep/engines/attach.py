@@ -5,6 +5,7 @@ buffers, hooks and `state_dict` are what they were, a deep copy or a pickle is o
 class and knows nothing of leanstep, and undoing is setting the class back.
 """
 
+import copyreg
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -58,10 +59,9 @@ def _make_subclass(original: type[torch.nn.Module]) -> type[torch.nn.Module]:
         return runner(self, original.forward, args, kwargs)
 
     def reduce(self: torch.nn.Module, protocol: Any) -> Any:
-        # What is copied or saved is a module of the user's class.
-        rebuild, arguments, *rest = original.__reduce_ex__(self, protocol)
-        arguments = tuple(original if arg is type(self) else arg for arg in arguments)
-        return (rebuild, arguments, *rest)
+        # What is copied or saved is a module of the user's class, loadable without leanstep.
+        reduced: Any = original.__reduce_ex__(self, protocol)
+        return (copyreg._reconstructor, (original, object, None), *reduced[2:])  # type: ignore[attr-defined]
 
     return type(
         original.__name__,

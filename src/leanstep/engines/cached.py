@@ -5,26 +5,21 @@ been equal op by op; later calls are audited more and more rarely. The sequence 
 as it happens.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from leanstep.engines.context import Context, Handle, Source, unpack
+from leanstep.engines.context import Context, Handle, ReplayError, Source, unpack
 from leanstep.engines.live import LiveCall
 from leanstep.engines.randomness import CudaDraw, cuda_state
 from leanstep.engines.recording import GENERATOR, RecordedOp, Ref
-from leanstep.errors import LeanstepError
 from leanstep.ir import Value
 from leanstep.rebuild import Program
 from leanstep.recorder.values import has_storage
 from leanstep.torch_private import storage_address
-
-
-class ReplayError(LeanstepError):
-    """A block did something else than in the recording it was run by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +31,23 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
-    """A source that is a parameter, a buffer or another tensor of a module of the block."""
+    """A source that is a parameter, a buffer or another tensor of a module of the block.
+
+    Layout is part of it: another view of the same storage holds other numbers.
+    """
 
     module: int
     group: str
     name: str
+    layout: tuple[object, ...]
+
+    def find(self, modules: list[nn.Module]) -> torch.Tensor | None:
+        """The tensor, where it is as it was recorded."""
+        own = vars(modules[self.module])
+        found = (own if self.group == "__dict__" else own[self.group]).get(self.name)
+        if isinstance(found, torch.Tensor) and has_storage(found) and _layout(found) == self.layout:
+            return found
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +72,17 @@ class Template:
     draws_on_cpu: bool
     cuda_device: int | None
 
+    shared: tuple[tuple[Attribute, ...], ...]
+
+    def fits(self, modules: list[nn.Module]) -> bool:
+        """Whether the modules' tensors that a replay starts from look as they did."""
+        for attributes in self.shared:
+            found = [attribute.find(modules) for attribute in attributes]
+            addresses = {None if tensor is None else storage_address(tensor) for tensor in found}
+            if None in addresses or len(addresses) > 1:
+                return False
+        return True
+
     def same_as(self, other: "Template") -> bool:
         """Whether two recordings are equal, op by op and save by save."""
         return (
@@ -85,6 +103,7 @@ def make_template(
     program = call.program
     outside = [] if program is None else [v for v in program.all_sources if v.storage != GENERATOR]
     locators: dict[Value, Locator] = {}
+    shared: list[tuple[Attribute, ...]] = []
     saved = {ref.value: place for place, (ref, dropped) in enumerate(call.saves) if not dropped}
     for value in outside:
         found = _locate(call.source(value), arguments, modules)
@@ -93,6 +112,8 @@ def make_template(
         if found is None:
             return None
         locators[value] = found
+        if isinstance(found, Attribute):
+            shared.append(_attributes_at(storage_address(call.source(value)), modules))
     ops = {index: _relative(op, start) for index, op in recorder.ops.items()}
     return Template(
         names=tuple(recorder.names),
@@ -102,6 +123,7 @@ def make_template(
         locators=locators,
         draws_on_cpu=program is not None and Value(GENERATOR, 0) in program.all_sources,
         cuda_device=None if start is None else start.device_index,
+        shared=tuple(shared),
     )
 
 
@@ -115,21 +137,35 @@ def _locate(
     tensor: torch.Tensor, arguments: list[torch.Tensor], modules: list[nn.Module]
 ) -> Locator | None:
     address = storage_address(tensor)
-    for place, argument in enumerate(arguments):
-        if storage_address(argument) == address:
-            return Argument(place)
+    places = (p for p, argument in enumerate(arguments) if storage_address(argument) == address)
+    place = next(places, None)
+    attribute = next(iter(_attributes_at(address, modules)), None)
+    if place is not None:
+        # What is both may be two tensors in the next call.
+        return None if attribute else Argument(place)
+    return attribute
+
+
+def _attributes_at(address: int, modules: list[nn.Module]) -> tuple[Attribute, ...]:
+    """Every attribute with this storage: which of them an op read cannot be told."""
+    return tuple(_find_attributes(address, modules))
+
+
+def _find_attributes(address: int, modules: list[nn.Module]) -> Iterator[Attribute]:
     for number, module in enumerate(modules):
         own = vars(module)
         for group in ("_parameters", "_buffers", "__dict__"):
             for name, found in (own if group == "__dict__" else own[group]).items():
-                if _has_address(found, address):
-                    return Attribute(number, group, name)
-    return None
+                if _is_plain(found) and storage_address(found) == address:
+                    yield Attribute(number, group, name, _layout(found))
 
 
-def _has_address(found: Any, address: int) -> bool:
-    is_plain = isinstance(found, torch.Tensor) and has_storage(found)
-    return is_plain and storage_address(found) == address
+def _is_plain(found: Any) -> bool:
+    return isinstance(found, torch.Tensor) and has_storage(found)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
+    return (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
 
 
 class CachedCall:
@@ -177,6 +213,8 @@ class CachedCall:
         ref, dropped = saves[place]
         if tensor.shape != ref.size or tensor.dtype is not ref.dtype:
             raise self._surprise(f"saved {tuple(tensor.shape)} where {ref.size} was recorded")
+        if tensor.is_conj() is not ref.is_conj or tensor.is_neg() is not ref.is_neg:
+            raise self._surprise("saved a conjugate or negative where none was recorded")
         if tensor.stride() != ref.stride or tensor.storage_offset() != ref.offset:
             raise self._surprise(f"saved strides {tensor.stride()}, not {ref.stride}")
         if dropped:
@@ -184,7 +222,7 @@ class CachedCall:
         kept = tensor if tensor.is_leaf else tensor.detach()
         if place in self._wanted:
             self._kept[place] = kept
-        return kept
+        return Source.of(kept)
 
     def _find(
         self, locator: Locator, arguments: list[torch.Tensor], modules: list[nn.Module]
@@ -195,10 +233,12 @@ class CachedCall:
                 return tensor if tensor.is_leaf else tensor.detach()
             case Saved(place):
                 return self._kept[place]
-            case Attribute(number, group, name):
-                own = vars(modules[number])
-                found: torch.Tensor = (own if group == "__dict__" else own[group])[name]
-                return found
+            case Attribute() as attribute:
+                found = attribute.find(modules)
+                if found is None:
+                    raise self._surprise(f"changed its {attribute.name} during the call")
+                # A weight that is computed has a history, which may lead back to this very call.
+                return found if found.is_leaf else found.detach()
 
     def _surprise(self, what: str) -> ReplayError:
         return ReplayError(

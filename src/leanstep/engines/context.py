@@ -13,11 +13,12 @@ import torch
 
 from leanstep.engines.randomness import CudaDraw, cpu_draws_from, cuda_draws_from
 from leanstep.engines.recording import GENERATOR, RecordedOp, Ref
+from leanstep.errors import LeanstepError
 from leanstep.ir import Value
 from leanstep.rebuild import Program, Session
 from leanstep.recorder.facts import tensors_in
 from leanstep.step import no_autocast
-from leanstep.torch_private import version
+from leanstep.torch_private import below_autograd, version
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,20 @@ class Source:
         """Keep a tensor as it is now."""
         return Source(tensor, version(tensor))
 
+    def unchanged(self, block_name: str) -> torch.Tensor:
+        """The tensor, if nobody has written it since; hooks switch autograd's own check off."""
+        if version(self.tensor) != self.version:
+            raise RuntimeError(
+                f"leanstep: a tensor that {block_name} needs for backward was changed in place "
+                "after its forward, so gradients cannot be computed. Change it out of place, or "
+                "train without leanstep to see whether autograd allows it there."
+            )
+        return self.tensor
+
+
+class ReplayError(LeanstepError):
+    """A block did something else than in the recording it was run by."""
+
 
 class Context:
     """One block call, between its forward and the end of its backward."""
@@ -39,8 +54,10 @@ class Context:
     __slots__ = (
         "_buffers",
         "_cuda_base",
+        "_gone",
         "_needs",
         "_ops",
+        "_pinned",
         "_program",
         "_random_state",
         "_session",
@@ -54,6 +71,12 @@ class Context:
         self.on_backward = on_backward
         self._buffers: dict[int, torch.Tensor] = {}
         self._session: Session | None = None
+        self._pinned: dict[Value, Source] = {}
+        self._gone: list[Value] = []
+
+    def pin(self, value: Value, tensor: torch.Tensor) -> None:
+        """Answer every request for a value with this tensor."""
+        self._pinned[value] = Source.of(tensor)
 
     def fill(
         self,
@@ -75,17 +98,29 @@ class Context:
         for value, count in program.wanted.items():
             for source in program.sources[value]:
                 self._needs[source] = self._needs.get(source, 0) + count
+        for value in self._gone:
+            if value in program.wanted:
+                self.answered(value)
+                self.released(value)
 
     def rebuild(self, ref: Ref, *, first_time: bool) -> torch.Tensor:
         """Bring a dropped tensor back."""
         self.on_backward()
-        assert self._session is not None, "backward asks for a tensor before forward ended"
         value, session = ref.value, self._session
+        if value in self._pinned:
+            return ref.of(self._pinned[value].unchanged(self.block_name))
+        if session is None:
+            raise ReplayError(
+                f"{self.block_name} runs backward inside its own forward, through tensors that the "
+                'plan drops. Profile it as it runs now, or fit it with engine="module".'
+            )
         if value in self._sources:
             return ref.of(self._read(value))
-        with torch.no_grad():
+        with below_autograd():
             for run in session.request(value):
-                self._run(self._ops[run.op.index])
+                op = self._ops[run.op.index]
+                with torch.set_grad_enabled(op.grad_enabled):
+                    self._run(op)
                 for storage in run.frees:
                     self._buffers.pop(storage, None)
             tensor = ref.of(self._buffers[value.storage])
@@ -98,14 +133,18 @@ class Context:
 
     def answered(self, value: Value) -> None:
         """Count one handle as served; its storage goes when nothing else needs it."""
-        if self._session is not None and self._session.served(value):
+        if self._session is None or value not in self._program.wanted:
+            return
+        if self._session.served(value):
             self._buffers.pop(value.storage, None)
 
     def released(self, value: Value) -> None:
         """Let go of the sources that only this handle needed."""
         if self._session is None:
+            # Forward let it go again: counted once it is known what is needed.
+            self._gone.append(value)
             return
-        for source in self._program.sources[value]:
+        for source in self._program.sources.get(value, ()):
             self._needs[source] -= 1
             if not self._needs[source]:
                 self._sources.pop(source, None)
@@ -144,13 +183,7 @@ class Context:
         source = self._sources.get(value)
         if source is None:
             return self._buffers[value.storage]
-        if version(source.tensor) != source.version:
-            raise RuntimeError(
-                f"leanstep: a tensor that {self.block_name} reads was changed in place between "
-                "forward and backward, so its dropped activations cannot be rebuilt. Keep this "
-                'block with leanstep.fit(..., engine="module"), or change the tensor out of place.'
-            )
-        return source.tensor
+        return source.unchanged(self.block_name)
 
 
 class Handle:
@@ -177,5 +210,7 @@ def unpack(packed: Any) -> torch.Tensor:
     """Answer autograd: a kept tensor is itself, a handle is rebuilt."""
     if isinstance(packed, Handle):
         return packed.tensor()
+    if isinstance(packed, Source):
+        return packed.unchanged("a block")
     tensor: torch.Tensor = packed
     return tensor

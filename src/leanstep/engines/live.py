@@ -22,15 +22,18 @@ class LiveCall:
 
     def __init__(self, context: Context, drop: Collection[str]) -> None:
         self.context, self.drop = context, drop
-        self.recorder = CallRecorder(self._before_write)
         self.saves: list[tuple[Ref, bool]] = []
         self.program: Program | None = None
-        self.random_state: torch.Tensor | None = torch.get_rng_state()
+        state = torch.get_rng_state()
+        self.random_state: torch.Tensor | None = state
+        self.recorder = CallRecorder(self._before_write, state)
         self._kept: dict[Value, torch.Tensor] = {}
         self._copies: dict[Value, torch.Tensor] = {}
         self._wanted: dict[Value, int] = {}
         self._relied_on: set[Value] = set()
         self._proved: set[Value] = set()
+        self._pinned: set[Value] = set()
+        self._saved_at: list[int] = []
 
     def run(
         self,
@@ -67,15 +70,17 @@ class LiveCall:
             return tensor
         ref = self.recorder.ref(tensor)
         storage = ref.value.storage
-        dropped = self.recorder.keys.get(storage) in self.drop and self._prove(ref.value)
+        wants_drop = self.recorder.keys.get(storage) in self.drop
+        dropped = wants_drop and ref.value not in self._pinned and self._prove(ref.value)
         self.saves.append((ref, dropped))
+        self._saved_at.append(len(self.recorder.names))
         if dropped:
             self._wanted[ref.value] = self._wanted.get(ref.value, 0) + 1
             return Handle(self.context, ref)
         kept = self.recorder.detached(tensor)
         if not self.recorder.is_outside(storage):
             self._kept[ref.value] = kept
-        return kept
+        return Source.of(kept)
 
     def _prove(self, value: Value) -> bool:
         """See whether a value can be rebuilt, and remember what that relies on."""
@@ -115,13 +120,35 @@ class LiveCall:
 
     def _before_write(self, value: Value, tensor: torch.Tensor) -> None:
         """Copy what an op is about to overwrite, if a dropped value starts from it."""
-        if value in self._relied_on and value not in self._copies:
+        if value in self._wanted and self.recorder.ref(tensor) in self._last_saves():
+            self._pin(value, tensor)
+        if value in self._relied_on and value not in self._copies and not self._leave(value):
             self.recorder.paused = True
             held = self._kept.get(value, self.recorder.outside.get(value, tensor))
             copy = torch.empty(0, dtype=torch.uint8, device=held.device)
             copy.set_(held.untyped_storage().clone())
             self._copies[value] = copy
             self.recorder.paused = False
+
+    def _leave(self, value: Value) -> bool:
+        """Rebuild a kept value too, instead of copying what is about to be overwritten."""
+        self._proved.discard(value)
+        return self._prove(value)
+
+    def _last_saves(self) -> set[Ref]:
+        """What was saved since the last op: by the op that is about to run, or by that one."""
+        now = len(self.recorder.names) - 1
+        return {ref for (ref, _), at in zip(self.saves, self._saved_at, strict=True) if at == now}
+
+    def _pin(self, value: Value, tensor: torch.Tensor) -> None:
+        """Keep after all what was saved as dropped: autograd wants it as it will be.
+
+        Some ops write a tensor that autograd saved just before, such as the noise of RReLU.
+        """
+        del self._wanted[value]
+        self._pinned.add(value)
+        self.context.pin(value, self.recorder.detached(tensor))
+        self.saves = [(ref, dropped and ref.value != value) for ref, dropped in self.saves]
 
     def _finish(self) -> None:
         if not self._wanted:

@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from leanstep.torch_private import forward_hooks
+from leanstep.engines.randomness import other_random_states, same_other_draws
+from leanstep.torch_private import forward_hooks, tree_leaves, version
+
+_MODULE_OWN = frozenset(vars(torch.nn.Module()))
 
 
 def run_checkpointed(
@@ -29,47 +32,123 @@ def run_checkpointed(
 class _CheckpointedCall:
     """The function that checkpointing calls twice: once in forward, once in backward."""
 
-    def __init__(
-        self, module: torch.nn.Module, forward: Callable[..., Any], rounds: Any
-    ) -> None:
+    def __init__(self, module: torch.nn.Module, forward: Callable[..., Any], rounds: Any) -> None:
         self.module, self.forward, self.rounds = module, forward, rounds
-        self.is_second = False
         self.fired: dict[int, bool] = {}
+        self.start: _Start | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_second:
-            self.is_second = True
+        if self.start is None:
+            self.start = _Start(self.module, tree_leaves((args, kwargs)))
             with _watched_hooks(self.module, self.fired):
-                return self.forward(self.module, *args, **kwargs)
+                out = self.forward(self.module, *args, **kwargs)
+            self.start.keep_what_changed()
+            return out
         self.rounds.saw_backward()
         active, self.rounds.active = self.rounds.active, True
         try:
-            with _silent_hooks(self.module, self.fired), _same_buffers(self.module):
+            with _silent_hooks(self.module, self.fired), self.start.again():
                 return self.forward(self.module, *args, **kwargs)
         finally:
             self.rounds.active = active
 
 
-@contextmanager
-def _same_buffers(module: torch.nn.Module) -> Iterator[None]:
-    """Put every buffer back as it was: forward has moved it already."""
-    copies = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
+class _Start:
+    """How things stood when forward began, as far as forward can change them."""
+
+    def __init__(self, module: torch.nn.Module, arguments: list[Any]) -> None:
+        self.module = module
+        self.draws = other_random_states()
+        self.attributes = _Attributes(module)
+        tensors = [leaf for leaf in arguments if isinstance(leaf, torch.Tensor)]
+        self.arguments = [(tensor, version(tensor)) for tensor in tensors]
+        self.parameters = [(p, version(p)) for p in module.parameters()]
+        self.buffers = [(buffer, version(buffer), _copy(buffer)) for buffer in module.buffers()]
+
+    def keep_what_changed(self) -> None:
+        """Let go of the copies of buffers that forward did not write.
+
+        Batch norm writes its statistics without saying so; they do not change its output.
+        """
+        self.buffers = [entry for entry in self.buffers if version(entry[0]) != entry[1]]
+        if any(version(parameter) != old for parameter, old in self.parameters):
+            raise RuntimeError(
+                "leanstep: a block that backward runs again writes a parameter in its forward (an "
+                "Embedding with max_norm?), so a second run would differ. Keep the block."
+            )
+        self.parameters.clear()
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Put everything back for a second run, and after it as forward has left it."""
+        if any(version(tensor) != old for tensor, old in self.arguments):
+            raise RuntimeError(
+                "leanstep: an argument of a block that backward runs again was changed in place "
+                "since, by the block or after it. Change it out of place, or keep the block."
+            )
+        now, copies = _Attributes(self.module), [(b, _copy(b)) for b in self.module.buffers()]
+        self.attributes.put_back()
+        for buffer, _, copy in self.buffers:
+            buffer.data.copy_(copy)
+        try:
+            with same_other_draws(self.draws):
+                yield
+        finally:
+            now.put_back()
             for buffer, copy in copies:
-                buffer.copy_(copy)
+                # Through `data`: autograd shall not take this for a change.
+                buffer.data.copy_(copy)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
+
+
+class _Attributes:
+    """The attributes of a block's modules, tensors included, and what their collections hold."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        own = [vars(inner) for inner in module.modules()]
+        self._noted = [(names, _own_items(names)) for names in own]
+        # Parameters too: `functional_call` puts others in their place for the time of a call.
+        for group in ("_buffers", "_parameters"):
+            self._noted += [(names[group], dict(names[group])) for names in own]
+        self._collections = [
+            (value, type(value)(value))
+            for _, items in self._noted
+            for value in items.values()
+            if type(value) in (list, dict, set)
+        ]
+
+    def put_back(self) -> None:
+        """Undo what was set, added or taken away since."""
+        for names, items in self._noted:
+            for added in _own_items(names).keys() - items.keys():
+                del names[added]
+            names.update(items)
+        for collection, copy in self._collections:
+            collection.clear()
+            add = collection.extend if isinstance(collection, list) else collection.update
+            add(copy)
+
+
+def _own_items(names: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in names.items() if name not in _MODULE_OWN}
 
 
 @contextmanager
 def _watched_hooks(module: torch.nn.Module, changed: dict[int, bool]) -> Iterator[None]:
-    """Note which hooks inside the block change what passes through them."""
+    """Note which hooks inside the block change what passes through them, or their module.
+
+    The second kind computes a weight, as `torch.nn.utils.weight_norm` does.
+    """
 
     def watch(hook: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            result = hook(*args, **kwargs)
-            changed[id(hook)] = changed.get(id(hook), False) or result is not None
+        def watched(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            before = dict(vars(module))
+            result = hook(module, *args, **kwargs)
+            sets = any(before.get(name) is not value for name, value in vars(module).items())
+            changed[id(hook)] = changed.get(id(hook), False) or sets or result is not None
             return result
 
         return watched

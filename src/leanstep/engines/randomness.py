@@ -5,6 +5,8 @@ On the CPU the generator is a long state that every draw moves on: a replay star
 at the block's start and draws in order.
 """
 
+import random
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -70,6 +72,34 @@ def _move(generator: torch.Generator, to: CudaDraw, seed: int) -> None:
     if to.seed != seed:
         generator.manual_seed(to.seed)
     generator.set_offset(to.offset)
+
+
+def other_random_states() -> tuple[Any, ...]:
+    """Where the generators of Python and NumPy stand, comparable."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return (random.getstate(),)
+    kind, keys, *rest = numpy.random.get_state()
+    return (random.getstate(), (kind, keys.tobytes(), *rest))
+
+
+@contextmanager
+def same_other_draws(states: tuple[Any, ...]) -> Iterator[None]:
+    """Let the generators of Python and NumPy stand where they stood, for a while."""
+    now = other_random_states()
+    _set_other_states(states)
+    try:
+        yield
+    finally:
+        _set_other_states(now)
+
+
+def _set_other_states(states: tuple[Any, ...]) -> None:
+    random.setstate(states[0])
+    if len(states) > 1:
+        numpy = sys.modules["numpy"]
+        kind, keys, *rest = states[1]
+        numpy.random.set_state((kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from leanstep.engines.randomness import CudaDraw, draw_device
 from leanstep.ir import Fact, Value
 from leanstep.rebuild import Rerun
 from leanstep.recorder.facts import (
+    DrawOrder,
     OpInfo,
     call_facts,
     named_arguments,
@@ -40,20 +41,25 @@ class Ref:
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
+    is_conj: bool = False
+    is_neg: bool = False
 
     def of(self, base: torch.Tensor) -> torch.Tensor:
         """The same look at another tensor's storage."""
-        if base.dtype is self.dtype:
+        plain = base.dtype is self.dtype and not base.is_conj() and not base.is_neg()
+        if plain and not self.is_conj and not self.is_neg:
             return base.as_strided(self.size, self.stride, self.offset)
-        empty = torch.empty(0, dtype=self.dtype, device=base.device)
-        return empty.set_(base.untyped_storage(), self.offset, self.size, self.stride)
+        look = torch.empty(0, dtype=self.dtype, device=base.device)
+        look.set_(base.untyped_storage(), self.offset, self.size, self.stride)
+        return torch_private.with_lazy_bits(look, conj=self.is_conj, neg=self.is_neg)
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedOp:
     """One op to run again: its arguments with references, and the storages it allocates.
 
-    `births` pairs each new storage with the place of its tensor among the outputs' leaves.
+    `births` pairs each new storage with the place of its tensor among the outputs' leaves. Some
+    ops (oneDNN's LSTM) look at the grad mode, so it is part of the record.
     """
 
     rerun: Rerun
@@ -62,13 +68,17 @@ class RecordedOp:
     kwargs: Mapping[str, Any]
     births: tuple[tuple[int, int], ...]
     draw: CudaDraw | None
+    grad_enabled: bool
 
 
 class CallRecorder(torch_private.TorchDispatchMode):
     """The dispatch mode that writes down one block call."""
 
-    def __init__(self, before_write: Callable[[Value, torch.Tensor], None]) -> None:
+    def __init__(
+        self, before_write: Callable[[Value, torch.Tensor], None], random_state: torch.Tensor
+    ) -> None:
         super().__init__()
+        self._draw_order = DrawOrder(random_state)
         self.book = StorageBook(lambda number: None)
         self.ops: dict[int, RecordedOp] = {}
         self.makers: dict[Value, Rerun] = {}
@@ -99,15 +109,31 @@ class CallRecorder(torch_private.TorchDispatchMode):
         reads, written = self._reads(info, args, kwargs)
         templates = self._templates(info, args, kwargs, written)
         draw = draw_device(facts, args, kwargs)
+        on_cpu = Fact.RANDOM in facts and draw is None
+        if on_cpu and self._draw_jumps():
+            facts = (*facts, Fact.OWN_GENERATOR)
         out = func(*args, **kwargs)
         writes = [self.book.write(number) for number in written]
         births = self._births(out, key)
-        if Fact.RANDOM in facts and draw is None:
+        if on_cpu:
             reads.append(Value(GENERATOR, self._draws))
             self._draws += 1
             writes.append(Value(GENERATOR, self._draws))
+            self._note_draw()
         self._note(info, func, templates, reads, writes, births, draw, facts)
         return out
+
+    def _draw_jumps(self) -> bool:
+        self.paused, paused = True, self.paused
+        try:
+            return self._draw_order.jumped()
+        finally:
+            self.paused = paused
+
+    def _note_draw(self) -> None:
+        self.paused, paused = True, self.paused
+        self._draw_order.drew()
+        self.paused = paused
 
     def _key(self, name: str) -> str:
         self.names.append(name)
@@ -193,6 +219,8 @@ class CallRecorder(torch_private.TorchDispatchMode):
             tensor.stride(),
             tensor.storage_offset(),
             tensor.dtype,
+            tensor.is_conj(),
+            tensor.is_neg(),
         )
 
     def _births(self, out: Any, key: str) -> list[tuple[int, int]]:
@@ -229,7 +257,9 @@ class CallRecorder(torch_private.TorchDispatchMode):
             return
         rerun = Rerun(len(self.names) - 1, tuple(dict.fromkeys(reads)), (*writes, *made))
         args, kwargs = templates
-        self.ops[rerun.index] = RecordedOp(rerun, func, args, kwargs, tuple(births), draw)
+        self.ops[rerun.index] = RecordedOp(
+            rerun, func, args, kwargs, tuple(births), draw, torch.is_grad_enabled()
+        )
         self.makers.update((value, rerun) for value in rerun.writes)
 
 
@@ -239,4 +269,3 @@ def _ignore_write(value: Value, tensor: torch.Tensor) -> None:
 
 def _loses_statistics(info: OpInfo, written: Sequence[int]) -> bool:
     return bool(written) and info.name in STATISTICS_ARE_OPTIONAL
-

@@ -5,7 +5,6 @@ where the block reads values on the host or draws Python's random numbers. That 
 code. Where recordings agree, the next calls run by them at no cost but the hooks.
 """
 
-import random
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +13,9 @@ from typing import Any
 import torch
 
 from leanstep.engines.cached import CachedCall, Template, make_template
-from leanstep.engines.context import Context
+from leanstep.engines.context import Context, ReplayError
 from leanstep.engines.live import LiveCall
-from leanstep.engines.randomness import CudaDraw, cuda_state
+from leanstep.engines.randomness import CudaDraw, cuda_state, other_random_states
 from leanstep.engines.validity import UncacheableError, Watch, call_key, same
 
 # Recordings that must agree before the first call runs by one.
@@ -34,6 +33,10 @@ class _Entry:
     template: Template
     agreed: int = 1
     uses: int = 0
+
+    def fits(self, state: list[Any], modules: list[torch.nn.Module]) -> bool:
+        """Whether the block's modules are as they were."""
+        return same(self.state, state) and self.template.fits(modules)
 
     def is_usable(self) -> bool:
         """Whether the next call may run by the template; at powers of two it is audited."""
@@ -72,15 +75,14 @@ class Replayer:
             return self._record(context, forward, (module, *args), kwargs, lambda call: None)
         state = self._watch.state()
         entry = self._entries.get(key)
-        if entry is not None and same(entry.state, state) and entry.is_usable():
+        if entry is not None and entry.fits(state, self._watch.modules) and entry.is_usable():
             self.reused += 1
             call = CachedCall(entry.template, context)
             try:
-                return call.run(
-                    forward, (module, *args), kwargs, arguments, self._watch.modules
-                )
-            except BaseException:
+                return call.run(forward, (module, *args), kwargs, arguments, self._watch.modules)
+            except BaseException as error:
                 self._entries.pop(key, None)
+                self.always_record |= isinstance(error, ReplayError)
                 raise
         start = _cuda_start(arguments)
         learn = self._learner(key, state, arguments, module, start)
@@ -105,13 +107,13 @@ class Replayer:
         module: torch.nn.Module,
         start: CudaDraw | None,
     ) -> Callable[[LiveCall], None]:
-        before = random.getstate()
+        before = other_random_states()
 
         def learn(call: LiveCall) -> None:
             # The call may have made modules or attributes that were not there before.
             watch = self._watch = Watch(list(module.modules()))
             template = make_template(call, arguments, watch.modules, start)
-            if template is None or random.getstate() != before:
+            if template is None or other_random_states() != before:
                 self.always_record = call.recorder.depends_on_data or template is not None
                 self._entries.pop(key, None)
                 return
@@ -121,7 +123,8 @@ class Replayer:
 
     def _remember(self, key: Any, state: list[Any], template: Template) -> None:
         entry = self._entries.get(key)
-        if entry is None or not same(entry.state, state):
+        watch = self._watch
+        if entry is None or watch is None or not entry.fits(state, watch.modules):
             while len(self._entries) >= _REMEMBERED:
                 self._entries.pop(next(iter(self._entries)))
             self._entries[key] = _Entry(state, template)

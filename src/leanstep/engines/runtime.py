@@ -11,7 +11,7 @@ from leanstep.engines.context import Context
 from leanstep.engines.module import run_checkpointed
 from leanstep.engines.replay import Replayer
 from leanstep.ir import Decision, Engine
-from leanstep.torch_private import tree_leaves
+from leanstep.torch_private import in_backward, saving_hooks_work, tree_leaves
 from leanstep.units import format_bytes
 
 
@@ -80,12 +80,13 @@ class BlockRuntime:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run one call: untouched without gradients or inside another block, else as planned."""
-        if not torch.is_grad_enabled() or self.rounds.active:
+        if not torch.is_grad_enabled() or self.rounds.active or in_backward():
+            # In backward: a checkpoint of the user's runs it again, and counts what is saved.
             return forward(module, *args, **kwargs)
         place = self._place()
         decision = self.decisions[place]
         self.watch.see(self.name, _tensor_bytes(args, kwargs))
-        if decision.engine is Engine.UNTOUCHED:
+        if decision.engine is Engine.UNTOUCHED or not saving_hooks_work():
             return forward(module, *args, **kwargs)
         self.rounds.active = True
         try:
@@ -97,12 +98,13 @@ class BlockRuntime:
             self.rounds.active = False
 
     def _place(self) -> int:
-        """Which of the decisions this call follows; more calls than planned follow the last."""
+        """Which of the decisions this call follows: the last whose turn has come."""
         current = self.rounds.begin_call()
         if current != self._round:
             self._round, self._calls = current, 0
         self._calls += 1
-        return min(self._calls, len(self.decisions)) - 1
+        turns = [decision.occurrence < self._calls for decision in self.decisions]
+        return max(sum(turns), 1) - 1
 
 
 def _tensor_bytes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

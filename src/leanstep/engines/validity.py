@@ -1,20 +1,23 @@
 """Say cheaply whether a block call is like one that was recorded.
 
-Compared on every call: the tensor arguments' shapes, strides, dtypes and devices, the other
-arguments, the plain attributes, hooks and children of the block's modules, which parameters want
-gradients, autocast and the default dtype. What cannot be seen from here (a global variable that
-reaches an op as a number) is left to the audits.
+Compared on every call: the tensor arguments' shapes, strides, dtypes, devices and which of them
+share a storage, the other arguments, the plain attributes, hooks and children of the block's
+modules and of the objects they hold, global variables that their methods name, which parameters
+want gradients, autocast and the default dtype. What cannot be seen from here (a number that a
+function of the user's makes up) is left to the audits.
 """
 
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from leanstep.torch_private import tree_flatten
+from leanstep.torch_private import storage_address, tree_flatten
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _MISSING = object()
+_MODULE_OWN = frozenset(vars(nn.Module()))
 
 
 class UncacheableError(Exception):
@@ -26,10 +29,13 @@ def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[t
     leaves, structure = tree_flatten((args, kwargs))
     tensors: list[torch.Tensor] = []
     looks: list[Any] = []
+    first_with: dict[int, int] = {}
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
+            # Two arguments with one storage are two sources in a call where they are not.
+            alias = first_with.setdefault(storage_address(leaf), len(tensors))
+            looks.append((_tensor_look(leaf), alias))
             tensors.append(leaf)
-            looks.append(_tensor_look(leaf))
         elif isinstance(leaf, (*_PLAIN, torch.dtype, torch.device)):
             # True equals 1 and 1 equals 1.0, but an op may treat them differently.
             looks.append((type(leaf), leaf))
@@ -48,6 +54,8 @@ def _tensor_look(tensor: torch.Tensor) -> Any:
         tensor.dtype,
         tensor.device,
         tensor.requires_grad,
+        tensor.is_conj(),
+        tensor.is_neg(),
     )
 
 
@@ -67,18 +75,26 @@ class Watch:
         self.modules = modules
         self._owners = [vars(module) for module in modules]
         self._attributes = [
-            (own, name)
+            (names, name)
+            for names in (*self._owners, *_settings(self._owners))
+            for name, value in names.items()
+            if isinstance(value, _PLAIN) or _is_plain_tuple(value)
+        ]
+        self._attributes.extend(_globals(modules))
+        self._lists = [
+            value
             for own in self._owners
             for name, value in own.items()
-            if isinstance(value, _PLAIN) or _is_plain_tuple(value)
+            if type(value) in (list, dict) and name not in _MODULE_OWN
         ]
 
     def state(self) -> list[Any]:
         """The attributes as they are now; compare two with `same`."""
         state = [own.get(name, _MISSING) for own, name in self._attributes]
+        state.extend(tuple(_plain_items(values)) for values in self._lists)
         for own in self._owners:
             state.append(len(own))
-            state.append(len(own["_forward_hooks"]) + len(own["_forward_pre_hooks"]))
+            state.append((*own["_forward_hooks"], *own["_forward_pre_hooks"]))
             state.extend(map(id, own["_modules"].values()))
             state.extend(
                 parameter is not None and parameter.requires_grad
@@ -92,6 +108,40 @@ def same(old: list[Any], new: list[Any]) -> bool:
     if len(old) != len(new):
         return False
     return all(a is b or (type(a) is type(b) and a == b) for a, b in zip(old, new, strict=True))
+
+
+def _settings(owners: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The attributes of objects that modules hold, such as a configuration."""
+    objects = {id(value): value for own in owners for value in own.values()}
+    return [
+        vars(value)
+        for value in objects.values()
+        if hasattr(value, "__dict__")
+        and not isinstance(value, (torch.Tensor, nn.Module, type, ModuleType))
+    ]
+
+
+def _globals(modules: list[nn.Module]) -> list[tuple[dict[str, Any], str]]:
+    """The global variables that the methods of the user's modules name."""
+    kinds = {kind for module in modules for kind in type(module).__mro__}
+    functions = (
+        function
+        for kind in kinds
+        if not kind.__module__.startswith(("torch.", "builtins"))
+        for function in vars(kind).values()
+        if isinstance(function, FunctionType)
+    )
+    return [
+        (function.__globals__, name)
+        for function in functions
+        for name in function.__code__.co_names
+        if isinstance(function.__globals__.get(name, _MISSING), _PLAIN)
+    ]
+
+
+def _plain_items(values: list[Any] | dict[Any, Any]) -> list[Any]:
+    items = values.items() if isinstance(values, dict) else values
+    return [item for item in items if isinstance(item, _PLAIN) or _is_plain_tuple(item)]
 
 
 def _is_plain_tuple(value: Any) -> bool:

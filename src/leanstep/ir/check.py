@@ -141,7 +141,7 @@ def _check_unpacks(graph: Graph) -> None:
 
 
 def _check_calls(calls: Sequence[ModuleCall], num_ops: int) -> None:
-    """A call lies inside its parent's, and the calls of a module are numbered from 0."""
+    """A call lies inside its parent's; those of a module that count are numbered from 0."""
     occurrences: dict[str, int] = {}
     for index, call in enumerate(calls):
         if not -1 <= call.parent < index:
@@ -154,6 +154,8 @@ def _check_calls(calls: Sequence[ModuleCall], num_ops: int) -> None:
                 f"call {index} ({call.path}) spans ops {call.start} to {call.stop}, "
                 f"its parent {first} to {last}"
             )
+        if call.occurrence == -1:
+            continue
         if call.occurrence != occurrences.get(call.path, 0):
             raise GraphError(f"call {index} ({call.path}) is numbered {call.occurrence}")
         occurrences[call.path] = call.occurrence + 1
@@ -165,4 +167,4 @@ def _name(graph: Graph, index: int) -> str:
 
 
 def _text(value: Value) -> str:
-    return f"storage {value.storage}, version {value.version},"
+    return f"version {value.version} of storage {value.storage}"

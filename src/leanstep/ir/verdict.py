@@ -11,8 +11,9 @@ from leanstep.ir import codec
 class Verdict:
     """The comparison of the untouched step with the planned one.
 
-    `different` names what was not bit-equal; it is empty when `gradients_equal`,
-    `buffers_equal`, `loss_equal` and `random_state_equal` all hold. `assumptions` are sentences
+    `different` names what was not equal; it is empty when `gradients_equal`, `buffers_equal`,
+    `loss_equal` and `random_state_equal` all hold. `within_spread` names what differs from run to
+    run in the untouched model too (on CUDA) and no more than there. `assumptions` are sentences
     about the step that was measured.
     """
 
@@ -28,12 +29,13 @@ class Verdict:
     buffers_equal: bool
     random_state_equal: bool
     different: tuple[str, ...]
+    within_spread: tuple[str, ...]
     assumptions: tuple[str, ...]
 
     @property
     def exact(self) -> bool:
         """Whether every number compared was bit-equal."""
-        return not self.different
+        return not self.different and not self.within_spread
 
     @property
     def within_budget(self) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from leanstep.blockgraph import BlockGraph
-from leanstep.errors import BudgetError, InputError
+from leanstep.errors import BudgetError
 from leanstep.ir import Plan, Profile
 from leanstep.planner.chain import Chain, build_chain, restricted, without_dominated
 from leanstep.planner.lower import lower
@@ -40,7 +40,6 @@ def plan(
     budget: str | int | float = "60%",
     *,
     solver: str = "auto",
-    overrides: None = None,
     engine: str = "auto",
 ) -> Plan:
     """Decide what each block call drops, so that the step fits the budget in the least time.
@@ -49,7 +48,6 @@ def plan(
         profile: the recorded step, from `leanstep.profile` or from a file.
         budget: `"16GiB"`, a share of the unplanned peak such as `"60%"`, or bytes.
         solver: `"auto"` is `"optimal"`; `"uniform"` and `"keep_all"` are there to compare with.
-        overrides: must be None.
         engine: `"replay"` runs ops again, `"module"` whole blocks; `"auto"` takes `"replay"` where
             it can.
 
@@ -57,8 +55,6 @@ def plan(
         BudgetError: no plan fits; it names the least peak that can be asked for.
         InputError: an argument cannot be used.
     """
-    if overrides is not None:
-        raise InputError("overrides are not supported yet; leave them out")
     find_solver(solver)
     check_engine(engine)
     budget_bytes = parse_budget(budget, unplanned_peak_bytes=profile.peak_bytes)

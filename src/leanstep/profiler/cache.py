@@ -1,6 +1,7 @@
 """Keep measured costs on disk: one file for each device, torch version and thread count."""
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -60,4 +61,10 @@ def _read(path: Path) -> dict[str, float]:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        return {}
+    return {call: seconds for call, seconds in found.items() if _is_seconds(seconds)}
+
+
+def _is_seconds(value: object) -> bool:
+    return isinstance(value, float) and math.isfinite(value) and value >= 0

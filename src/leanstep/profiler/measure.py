@@ -5,13 +5,13 @@ no work and are not timed. An op that refuses made-up inputs (an index out of ra
 priced by the bytes it moves, and the profile says so.
 """
 
+import random
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from rich.console import Console
-from rich.progress import track
 
 from leanstep.ir import Cost
 from leanstep.profiler.cache import CostCache
@@ -36,33 +36,49 @@ def measure(
     missing = [
         spec for spec, worth in zip(specs, worth_timing, strict=True) if worth and spec not in cache
     ]
+    # A guess is not for the disk: there it would pass for a measurement from the next run on.
+    guesses: dict[CallSpec, float] = {}
     for spec in _progress(missing, "timing ops"):
         try:
             cache.add(spec, _seconds(spec, device))
         except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
-            cache.add(spec, _moved_bytes(spec) / _FALLBACK_BYTES_PER_SECOND[device.type])
+            guesses[spec] = _moved_bytes(spec) / _FALLBACK_BYTES_PER_SECOND[device.type]
             notes.append(f"{op_info(spec.func).name} could not be timed alone: priced by its bytes")
-    if missing:
+    if len(missing) > len(guesses):
         cache.save()
     costs = [
-        Cost(op_info(spec.func).name, cache.seconds(spec) if worth else 0.0)
+        Cost(op_info(spec.func).name, _known(spec, cache, guesses) if worth else 0.0)
         for spec, worth in zip(specs, worth_timing, strict=True)
     ]
     return costs, sorted(set(notes))
 
 
+def _known(spec: CallSpec, cache: CostCache, guesses: dict[CallSpec, float]) -> float:
+    return guesses[spec] if spec in guesses else cache.seconds(spec)
+
+
 def _progress(items: Sequence[Item], description: str) -> Iterable[Item]:
-    console = Console(stderr=True)
-    if not console.is_terminal or not items:
+    if not items or not sys.stderr.isatty():
         return items
+    # Loaded late, and with care: rich draws from Python's generator as it is imported.
+    state = random.getstate()
+    from rich.console import Console
+    from rich.progress import track
+
+    random.setstate(state)
+    console = Console(stderr=True)
     return track(items, description=description, console=console, transient=True)
 
 
 def _seconds(spec: CallSpec, device: torch.device) -> float:
-    args = [_argument(arg) for arg in spec.args]
-    kwargs = {name: _argument(arg) for name, arg in spec.kwargs}
+    # Forked before the arguments are made: they are drawn, too.
     with torch.no_grad(), torch.random.fork_rng(devices=_cuda_devices(device)):
-        run = lambda: spec.func(*args, **kwargs)  # noqa: E731
+        args = [_argument(arg) for arg in spec.args]
+        kwargs = {name: _argument(arg) for name, arg in spec.kwargs}
+
+        def run() -> None:
+            spec.func(*args, **kwargs)
+
         run()
         return _time_cuda(run, device) if device.type == "cuda" else _time_cpu(run)
 
@@ -81,9 +97,9 @@ def _time_cuda(run: Callable[[], object], device: torch.device) -> float:
     torch.cuda.synchronize(device)
     for _ in range(2 * _REPEATS):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()  # type: ignore[no-untyped-call]
+        start.record()
         run()
-        stop.record()  # type: ignore[no-untyped-call]
+        stop.record()
         events.append((start, stop))
     torch.cuda.synchronize(device)
     seconds = sorted(start.elapsed_time(stop) * 1e-3 for start, stop in events)
@@ -104,7 +120,9 @@ def _argument(spec: Any) -> Any:
 
 def _tensor(spec: TensorSpec) -> torch.Tensor:
     """A tensor of the same layout: zeros for indices, so that they are in range."""
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(spec.size, spec.stride, strict=True))
+    extent = 1 + sum(
+        (size - 1) * stride for size, stride in zip(spec.size, spec.stride, strict=True)
+    )
     count = 0 if 0 in spec.size else extent
     if spec.dtype.is_floating_point and spec.dtype.itemsize > 1:
         base = torch.rand(count, device=spec.device).to(spec.dtype)

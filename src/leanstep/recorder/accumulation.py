@@ -34,7 +34,9 @@ class EngineSums:
         node, (old, new) = torch_private.current_node(), args
         if node is None or not isinstance(new, torch.Tensor) or torch.is_grad_enabled():
             return False
-        own = first is not None and self._maker.get(first.storage) == torch_private.node_number(node)
+        own = first is not None and self._maker.get(first.storage) == torch_private.node_number(
+            node
+        )
         if own and not _has_double_edge(node):
             # The node adds two results of its own: an op like any other.
             return False
@@ -51,7 +53,9 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill their memory without overlap, in any order of dimensions."""
     expected = 1
     for stride, size in sorted(
-        (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
+        (stride, size)
+        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+        if size > 1
     ):
         if stride != expected:
             return False

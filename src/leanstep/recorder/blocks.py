@@ -31,11 +31,10 @@ def find_blocks(model: nn.Module, graph: Graph) -> tuple[Block, ...]:
     for path, module in modules.items():
         if path not in called or _is_inside(path, paths, stretches):
             continue
-        if path and _is_unit(module) and repeated[type(module)] >= 2:
+        is_repeated = _is_unit(module) and repeated[type(module)] >= 2
+        if path and (is_repeated or _is_large(path, module, modules, shares, repeated)):
             paths.append(path)
-        elif path and _is_large(path, module, modules, shares, repeated):
-            paths.append(path)
-        elif isinstance(module, nn.Sequential):
+        elif _is_container(module) and isinstance(module, nn.Sequential):
             stretches.extend((path, children) for children in _stretches(module))
     if not paths and not stretches:
         paths.append("")
@@ -44,19 +43,24 @@ def find_blocks(model: nn.Module, graph: Graph) -> tuple[Block, ...]:
 
 def _is_unit(module: nn.Module) -> bool:
     """Whether a module is more than a container or one of torch's own layers."""
-    if isinstance(module, CONTAINERS):
+    if _is_container(module):
         return False
     is_torchs_own = type(module).__module__.startswith("torch.nn.modules")
     return not is_torchs_own or _has_callable_children(module)
 
 
+def _is_container(module: nn.Module) -> bool:
+    """Whether a module only holds others; a Sequential with a forward of its own does more."""
+    return any(
+        isinstance(module, kind) and type(module).forward is kind.forward for kind in CONTAINERS
+    )
+
+
 def _has_callable_children(module: nn.Module) -> bool:
-    return any(not isinstance(child, CONTAINERS) for child in module.children())
+    return any(not _is_container(child) for child in module.children())
 
 
-def _is_inside(
-    path: str, paths: list[str], stretches: list[tuple[str, tuple[str, ...]]]
-) -> bool:
+def _is_inside(path: str, paths: list[str], stretches: list[tuple[str, tuple[str, ...]]]) -> bool:
     owners = [*paths, *(f"{p}.{c}".removeprefix(".") for p, cs in stretches for c in cs)]
     return any(path == owner or path.startswith(f"{owner}.") for owner in owners)
 
@@ -77,7 +81,10 @@ def _is_large(
 def _stretches(module: nn.Sequential) -> Iterator[tuple[str, ...]]:
     """Cut a Sequential of torch's own layers before each layer with a weight matrix."""
     children = list(module.named_children())
-    if len(children) < 2 or any(_is_unit(c) or isinstance(c, CONTAINERS) for _, c in children):
+    if len(children) < 2 or any(_is_unit(c) or _is_container(c) for _, c in children):
+        return
+    if len(children) < len(module):
+        # A child stands in two places: its name does not say which of its calls is meant.
         return
     stretch: list[str] = []
     for name, child in children:
@@ -113,47 +120,47 @@ def _blocks(
     graph: Graph, paths: list[str], stretches: list[tuple[str, tuple[str, ...]]]
 ) -> Iterator[Block]:
     wanted = set(paths)
-    children_of = {}
+    children_of: dict[str, list[tuple[str, ...]]] = {}
     for path, children in stretches:
         children_of.setdefault(path, []).append(children)
     for index, call in enumerate(graph.calls):
         if _inside_another(graph.calls, call, wanted):
             continue
-        if call.path in wanted:
-            saves = _saves_in(graph, {index})
-            yield Block(
-                call.path, call.class_name, call.occurrence, call.start, call.stop, saves
-            )
-        for children in children_of.get(call.path, ()):
-            block = _stretch_block(graph, index, children)
-            if block is not None:
-                yield block
+        found = [_whole_block(graph, index)] if call.path in wanted else []
+        found.extend(_stretch_blocks(graph, index, children_of.get(call.path, [])))
+        # Without gradients, or inside backward, a call saves nothing: there is nothing to decide.
+        yield from (block for block in found if block.occurrence >= 0)
+
+
+def _whole_block(graph: Graph, index: int) -> Block:
+    call = graph.calls[index]
+    saves = _saves_in(graph, {index})
+    return Block(call.path, call.class_name, call.occurrence, call.start, call.stop, saves)
 
 
 def _inside_another(calls: tuple[ModuleCall, ...], call: ModuleCall, wanted: set[str]) -> bool:
     return any(path in wanted for path in _ancestors(calls, call.parent))
 
 
-def _stretch_block(graph: Graph, parent: int, children: tuple[str, ...]) -> Block | None:
-    prefix = graph.calls[parent].path
-    owned = [f"{prefix}.{child}".removeprefix(".") for child in children]
-    calls = [
-        index
-        for index, call in enumerate(graph.calls)
-        if call.parent == parent and call.path in owned
-    ]
-    if len(calls) != len(children):
-        return None
-    first, last = graph.calls[calls[0]], graph.calls[calls[-1]]
-    return Block(
-        path=prefix,
-        class_name="Sequential",
-        occurrence=graph.calls[parent].occurrence,
-        start=first.start,
-        stop=last.stop,
-        saves=_saves_in(graph, set(calls)),
-        children=children,
-    )
+def _stretch_blocks(graph: Graph, parent: int, stretches: list[tuple[str, ...]]) -> Iterator[Block]:
+    """The stretches of one call of a Sequential, told apart by the order of its children.
+
+    Not by their paths: a layer that stands in several Sequentials has the path of the first.
+    """
+    calls = [index for index, call in enumerate(graph.calls) if call.parent == parent]
+    if len(calls) != sum(map(len, stretches)):
+        return
+    for children in stretches:
+        own, calls = calls[: len(children)], calls[len(children) :]
+        yield Block(
+            path=graph.calls[parent].path,
+            class_name="Sequential",
+            occurrence=graph.calls[parent].occurrence,
+            start=graph.calls[own[0]].start,
+            stop=graph.calls[own[-1]].stop,
+            saves=_saves_in(graph, set(own)),
+            children=children,
+        )
 
 
 def _saves_in(graph: Graph, roots: set[int]) -> tuple[int, ...]:
@@ -162,4 +169,3 @@ def _saves_in(graph: Graph, roots: set[int]) -> tuple[int, ...]:
         if call.parent in inside:
             inside.add(index)
     return tuple(index for index, save in enumerate(graph.saves) if save.call in inside)
-

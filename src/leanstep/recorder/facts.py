@@ -74,14 +74,49 @@ def written_names(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 def call_facts(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Fact, ...]:
     """What holds for this call: an attention op with dropout 0 draws nothing, for example."""
+    facts = info.facts
+    if info.name == "aten.index.Tensor" and not any(map(_is_mask, tensors_in(args[1]))):
+        # Its tag is for masks: integer indices say how many elements come out.
+        facts = tuple(fact for fact in facts if fact is not Fact.DYNAMIC_SHAPE)
+    if any(tensor.layout is not torch.strided for tensor in tensors_in([*args, *kwargs.values()])):
+        # Sparse and opaque tensors have no storage that could be looked up again.
+        facts = (*facts, Fact.NOT_REPLAYABLE)
     if not info.may_draw:
-        return info.facts
+        return facts
     named = dict(named_arguments(info, args, kwargs))
     if named.get("generator") is not None:
-        return (*info.facts, Fact.RANDOM, Fact.OWN_GENERATOR)
+        return (*facts, Fact.RANDOM, Fact.OWN_GENERATOR)
     switched_off = named.get("train") is False or named.get("training") is False
-    draws = named.get("dropout_p", named.get("p", 1.0)) != 0.0 and not switched_off
-    return (*info.facts, Fact.RANDOM) if draws else info.facts
+    # `bernoulli_(p=0.0)` moves the generator all the same: only attention looks at its rate first.
+    draws = named.get("dropout_p", 1.0) != 0.0 and not switched_off
+    return (*facts, Fact.RANDOM) if draws else facts
+
+
+def _is_mask(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in (torch.bool, torch.uint8)
+
+
+class DrawOrder:
+    """Notice that something else than a recorded op moved the CPU generator between two draws.
+
+    `manual_seed`, `fork_rng` and `set_rng_state` are no ops. What is drawn after them cannot be
+    drawn again from the state at the start of a call.
+    """
+
+    def __init__(self, state: torch.Tensor) -> None:
+        self._expected = state.numpy().tobytes()
+
+    def jumped(self) -> bool:
+        """Whether the generator is not where the last draw left it; ask before each draw."""
+        return self._expected != _generator_bytes()
+
+    def drew(self) -> None:
+        """Note where a draw has left the generator."""
+        self._expected = _generator_bytes()
+
+
+def _generator_bytes() -> bytes:
+    return torch.get_rng_state().numpy().tobytes()
 
 
 def tensors_in(argument: Any) -> Iterator[torch.Tensor]:

@@ -7,6 +7,7 @@ references, and the storage's *natural* death (what if autograd held nothing?) i
 count, less the tensors that stand in for autograd's.
 """
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -17,6 +18,7 @@ from leanstep import torch_private
 from leanstep.ir import Category, Fact, Graph, ModuleCall, Op, Phase, Save, Storage, Unpack, Value
 from leanstep.recorder.accumulation import EngineSums
 from leanstep.recorder.facts import (
+    DrawOrder,
     OpInfo,
     call_facts,
     named_arguments,
@@ -68,6 +70,7 @@ class StepRecording(torch_private.TorchDispatchMode):
         self._origins: dict[int, tuple[int, str]] = {}
         self._sums = EngineSums()
         self._generator: int | None = None
+        self._draw_order = DrawOrder(torch.get_rng_state())
         self._started = 0
 
     # What is there before the step.
@@ -86,17 +89,24 @@ class StepRecording(torch_private.TorchDispatchMode):
     # Ops.
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run one op and write it down."""
         kwargs = kwargs or {}
-        if self._internal:
+        # Marks in a trace (`record_function`, every optimizer's step) compute nothing.
+        if self._internal or func.namespace == "profiler":
             return func(*args, **kwargs)
         info = op_info(func)
         self._poll_natural_deaths()
         reads, written = self._reads(info, args, kwargs)
         facts = call_facts(info, args, kwargs)
         cost = self.signatures.add(func, args, kwargs)
+        if Fact.RANDOM in facts and self._draw_jumps():
+            facts = (*facts, Fact.OWN_GENERATOR)
         sums_in_place = self._sums.sees(info.name, args, reads[0] if reads else None)
         self._started += 1
         with self.meter.op():
@@ -108,6 +118,7 @@ class StepRecording(torch_private.TorchDispatchMode):
         writes.extend(self._births(out))
         if Fact.RANDOM in facts and _draws_on_cpu(out):
             reads, writes = self._with_generator(reads, writes)
+            self._note_draw()
         call, source = self._origin()
         self._sums.wrote(writes)
         self.ops.append(
@@ -173,6 +184,18 @@ class StepRecording(torch_private.TorchDispatchMode):
         before = self.book.value(self._generator)
         return [*reads, before], [*writes, self.book.write(self._generator)]
 
+    def _draw_jumps(self) -> bool:
+        self._internal = True
+        try:
+            return self._draw_order.jumped()
+        finally:
+            self._internal = False
+
+    def _note_draw(self) -> None:
+        self._internal = True
+        self._draw_order.drew()
+        self._internal = False
+
     def _facts(self, facts: tuple[Fact, ...], written: list[int]) -> tuple[Fact, ...]:
         static = (Category.PARAMETER, Category.BUFFER)
         if any(self.categories.get(number) in static for number in written):
@@ -186,11 +209,14 @@ class StepRecording(torch_private.TorchDispatchMode):
 
     def _origin(self) -> tuple[int, str]:
         """The module call and source line of an op; a backward op has those of its forward."""
+        if self.in_optimizer:
+            return -1, "optimizer.step()"
         node = torch_private.current_node() if torch_private.in_backward() else None
         if node is not None:
             return self._origins.get(torch_private.node_number(node), (-1, ""))
         origin = (self._stack[-1], user_source())
-        self._origins[torch_private.next_node_number() - 1] = origin
+        # The first op after a node is made is the node's own; ops without gradient follow it.
+        self._origins.setdefault(torch_private.next_node_number() - 1, origin)
         return origin
 
     # Deaths.
@@ -246,9 +272,11 @@ class StepRecording(torch_private.TorchDispatchMode):
     # Modules.
 
     def enter(self, path: str, module: torch.nn.Module) -> None:
-        """Note that a module's forward begins."""
-        occurrence = self._occurrences.get(path, 0)
-        self._occurrences[path] = occurrence + 1
+        """Note that a module's forward begins; only calls that a plan can be about are counted."""
+        occurrence = -1
+        if torch.is_grad_enabled() and not torch_private.in_backward():
+            occurrence = self._occurrences.get(path, 0)
+            self._occurrences[path] = occurrence + 1
         start = len(self.ops)
         self.calls.append(
             ModuleCall(path, type(module).__name__, occurrence, self._stack[-1], start, -1)
@@ -272,11 +300,14 @@ class StepRecording(torch_private.TorchDispatchMode):
             _with_rise(op, max(0, rise if op.rise_bytes < 0 else op.rise_bytes))
             for op, rise in zip(self.ops, rises, strict=True)
         )
-        saved = {save.value.storage for save in self.saves}
-        storages = tuple(self._storage(number, saved) for number in range(len(self.nbytes)))
-        return Graph(
-            ops, storages, tuple(self.saves), tuple(self.unpacks), tuple(self.calls)
+        # What autograd still holds at the end belongs to a branch that backward never reached.
+        saves = tuple(
+            save if save.release >= 0 else dataclasses.replace(save, release=len(ops))
+            for save in self.saves
         )
+        saved = {save.value.storage for save in saves}
+        storages = tuple(self._storage(number, saved) for number in range(len(self.nbytes)))
+        return Graph(ops, storages, saves, tuple(self.unpacks), tuple(self.calls))
 
     def _storage(self, number: int, saved: set[int]) -> Storage:
         end = len(self.ops)

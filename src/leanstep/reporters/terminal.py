@@ -139,6 +139,11 @@ def _closing(plan: Plan, verdict: Verdict | None) -> Iterator[str]:
         yield "not verified: fit(..., verify=True) runs both versions and compares every number"
     elif verdict.exact:
         yield "loss, gradients, buffers and random state: bit-equal to the untouched model"
+    elif not verdict.different:
+        yield (
+            f"{len(verdict.within_spread)} tensors differ from run to run in the untouched model "
+            "too: equal within its own spread, everything else bit-equal"
+        )
     else:
         shown = ", ".join(verdict.different[:5])
         yield f"NOT bit-equal to the untouched model: {shown} ({len(verdict.different)} in all)"

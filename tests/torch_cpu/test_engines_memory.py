@@ -1,0 +1,70 @@
+"""Nothing stays behind: memory goes with autograd's graph, without help of the collector."""
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(48, 48), nn.Linear(48, 48)
+
+    def forward(self, x):
+        return x + self.b(F.dropout(F.gelu(self.a(x)), 0.1))
+
+
+@pytest.fixture
+def no_collector():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("engine", ["REPLAY", "MODULE"])
+@pytest.mark.parametrize("backward", [True, False], ids=["backward", "no backward"])
+def test_block_inputs_die_with_the_graph(lab, no_collector, engine, backward) -> None:
+    case = lab.Case(lambda: lab.Stack([Layer(), Layer()]))
+    model, applied = case.fitted(getattr(lab, engine))
+    seen = []
+    hook = model.blocks[1].register_forward_pre_hook(
+        lambda module, args: seen.append(weakref.ref(args[0].untyped_storage()))
+    )
+
+    for _ in range(12):
+        loss = lab.mean_square(model, case.batch)
+        if backward:
+            loss.backward()
+        del loss
+        assert seen[-1]() is None
+    hook.remove()
+    applied.remove()
+
+
+def test_copies_and_pickles_are_of_the_users_class(lab) -> None:
+    case = lab.Case(lambda: lab.Stack([Layer(), Layer()]))
+    model, applied = case.fitted()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+
+    copies = [
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(file, weights_only=False),
+    ]
+
+    for other in copies:
+        assert type(other.blocks[0]) is Layer
+        lab.mean_square(other, case.batch).backward()
+    applied.remove()
+    assert type(model.blocks[0]) is Layer
+    assert list(model.state_dict()) == list(case.fresh().state_dict())

@@ -1,0 +1,175 @@
+"""Calls that look alike but are not: a recording is never used where it does not hold."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+SCALE = 1.0
+
+
+def gated(s, q, kv):
+    return s.b(F.gelu(s.a(q)) * torch.sigmoid(s.a(kv)))
+
+
+def self_attending(model, batch):
+    hidden = batch
+    for block in model.blocks:
+        hidden = block(hidden, hidden)
+    return hidden.pow(2).mean()
+
+
+def counted(step):
+    """A training step that knows its number."""
+
+    def run(model, batch):
+        model.steps = getattr(model, "steps", -1) + 1
+        loss = step(model, batch, model.steps)
+        loss.backward()
+        return [loss]
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def no_warnings():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        yield
+
+
+def test_two_arguments_that_were_one_tensor_are_told_apart(lab) -> None:
+    @counted
+    def step(model, batch, number):
+        hidden = batch
+        for block in model.blocks:
+            hidden = block(hidden, hidden if number < 5 else hidden + 1)
+        return hidden.pow(2).mean()
+
+    case = lab.Case(lambda: lab.stack_of(gated), loss=self_attending, step=step)
+
+    assert case.differences() == []
+
+
+def test_an_argument_that_was_a_parameter_is_told_apart(lab) -> None:
+    @counted
+    def step(model, batch, number):
+        hidden = batch[:48]
+        for block in model.blocks:
+            hidden = block(hidden, block.a.weight if number < 5 else torch.ones(48, 48))
+        return hidden.pow(2).mean()
+
+    def loss(model, batch):
+        hidden = batch[:48]
+        for block in model.blocks:
+            hidden = block(hidden, block.a.weight)
+        return hidden.pow(2).mean()
+
+    case = lab.Case(lambda: lab.stack_of(gated), loss=loss, step=step)
+
+    assert case.differences() == []
+
+
+def test_an_attribute_that_becomes_another_view_is_seen(lab) -> None:
+    def change(block):
+        block.rows = torch.randn(5, 48)
+        block.row = block.rows[0]
+
+    @counted
+    def step(model, batch, number):
+        for block in model.blocks:
+            block.row = block.rows[number // 5]
+        return lab.mean_square(model, batch)
+
+    def body(s, x):
+        return s.b(F.gelu(s.a(x) * s.row))
+
+    case = lab.Case(lambda: lab.stack_of(body, change=change), step=step)
+
+    assert case.differences() == []
+
+
+def test_settings_of_an_object_and_items_of_a_list_are_seen(lab) -> None:
+    class Settings:
+        scale = 0.0
+
+    def change(block):
+        block.settings, block.factors = Settings(), [1.0]
+        block.settings.scale = 1.0
+
+    @counted
+    def step(model, batch, number):
+        for block in model.blocks:
+            block.settings.scale = 1.0 + number // 5
+            block.factors[0] = 1.0 + number // 7
+        return lab.mean_square(model, batch)
+
+    def body(s, x):
+        return s.b(F.gelu(s.a(x) * s.settings.scale * s.factors[0]))
+
+    case = lab.Case(lambda: lab.stack_of(body, change=change), step=step)
+
+    assert case.differences() == []
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(48, 48), torch.nn.Linear(48, 48)
+
+    def forward(self, x):
+        return self.b(F.gelu(self.a(x) * SCALE))
+
+
+def test_a_global_number_that_forward_names_is_seen(lab) -> None:
+    @counted
+    def step(model, batch, number):
+        global SCALE
+        SCALE = 1.0 + number // 5
+        return lab.mean_square(model, batch)
+
+    case = lab.Case(lambda: lab.Stack([Scaled(), Scaled()]), step=step)
+
+    assert case.differences() == []
+
+
+def test_a_counter_in_the_block_is_seen(lab) -> None:
+    def change(block):
+        block.calls = 0
+
+    def body(s, x):
+        s.calls += 1
+        return s.b(F.gelu(s.a(x) * (1 + 0.1 * s.calls)))
+
+    case = lab.Case(lambda: lab.stack_of(body, change=change))
+
+    assert case.differences() == []
+    assert case.differences(lab.MODULE) == []
+
+
+def test_a_hook_that_replaces_another_is_seen(lab) -> None:
+    @counted
+    def step(model, batch, number):
+        factor = 1.0 + number // 5
+        hook = model.blocks[0].a.register_forward_hook(lambda module, args, out: out * factor)
+        loss = lab.mean_square(model, batch)
+        hook.remove()
+        return loss
+
+    case = lab.Case(lambda: lab.stack_of(lambda s, x: s.b(F.gelu(s.a(x)))), step=step)
+
+    assert case.differences() == []
+
+
+def test_alike_calls_run_by_the_recording(lab) -> None:
+    from leanstep.engines.attach import _runners
+
+    case = lab.Case(lambda: lab.stack_of(lambda s, x: s.b(F.gelu(s.a(x)[:, torch.arange(48)]))))
+    model, applied = case.fitted()
+    case.train(model, 9)
+
+    replayer = _runners[model.blocks[0]].replays[0]
+
+    assert replayer.reused >= 4
+    applied.remove()
