@@ -7,7 +7,7 @@ import torch
 
 from leanstep import engines
 from leanstep.engines.attach import is_attached
-from leanstep.errors import InputError
+from leanstep.errors import InputError, MeasureError
 from leanstep.ir import Plan, Profile, Verdict
 from leanstep.ir.check import check_blocks, check_graph
 from leanstep.profiler import measure
@@ -50,7 +50,7 @@ def profile_step(step: TrainingStep) -> Profile:
         resident = resident_bytes(step)
         graph = record(step, signatures)
         check_graph(graph)
-        measured = _measured_peak(step, resident)
+        rise = _measured_rise(step)
     worth = [False] * len(signatures.specs)
     for op in graph.ops:
         worth[op.cost] |= bool(op.writes)
@@ -70,20 +70,21 @@ def profile_step(step: TrainingStep) -> Profile:
         gradients_kept=step.gradients_kept,
         notes=tuple(notes),
     )
-    return _with_peak(draft, max(0, resident - static_bytes(draft)), measured)
+    return _with_peak(draft, max(0, resident - static_bytes(draft)), rise)
 
 
-def _measured_peak(step: TrainingStep, resident: int) -> int:
-    """The peak by CUDA's allocator, which counts the slack of its large blocks; 0 on the CPU."""
-    if step.device.type != "cuda":
+def _measured_rise(step: TrainingStep) -> int:
+    """The peak above what is resident, by the allocator; 0 where it cannot be measured."""
+    try:
+        return peak_rise_bytes(step.run, step.device)
+    except MeasureError:
         return 0
-    return resident + peak_rise_bytes(step.run, step.device)
 
 
-def _with_peak(draft: Profile, other_bytes: int, measured: int) -> Profile:
+def _with_peak(draft: Profile, other_bytes: int, measured_rise: int) -> Profile:
     whole = dataclasses.replace(draft, other_bytes=other_bytes)
-    slack = max(0, measured - simulate(whole).peak_bytes)
-    whole = dataclasses.replace(whole, other_bytes=other_bytes + slack)
+    recorded_rise = simulate(whole).peak_bytes - static_bytes(whole)
+    whole = dataclasses.replace(whole, slack_bytes=max(0, measured_rise - recorded_rise))
     return dataclasses.replace(whole, peak_bytes=simulate(whole).peak_bytes)
 
 

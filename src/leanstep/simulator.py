@@ -146,7 +146,8 @@ def base_levels(profile: Profile) -> npt.NDArray[np.int64]:
         Shift(storage.birth + 1, storage.death + 1, storage.nbytes, storage.category)
         for storage in graph.storages
     )
-    start = np.full(len(graph.ops) + 1, profile.other_bytes, dtype=np.int64)
+    apart = profile.other_bytes + profile.slack_bytes
+    start = np.full(len(graph.ops) + 1, apart, dtype=np.int64)
     return shifted(start, lives)
 
 
@@ -171,7 +172,7 @@ def _breakdown(
 ) -> tuple[tuple[Category, int], ...]:
     """The bytes of each category at one point; what its op adds counts as temporary."""
     totals = dict.fromkeys(Category, 0)
-    totals[Category.OTHER] = profile.other_bytes
+    totals[Category.OTHER] = profile.other_bytes + profile.slack_bytes
     for storage in profile.graph.storages:
         if storage.birth < position <= storage.death:
             totals[storage.category] += storage.nbytes
@@ -231,7 +232,7 @@ class _ReplayEffect:
             for source in self.program.sources.get(save.value, ()):
                 until[source.storage] = max(until.get(source.storage, 0), save.release)
         ends = max(until.values(), default=block.stop)
-        self.shifts.append(Shift(block.start, ends, NUMBERS_BYTES, Category.OTHER))
+        self.shifts.append(Shift(block.start, ends, NUMBERS_BYTES, Category.TEMPORARY))
         for number, release in until.items():
             if is_generator(self.graph, number):
                 self._hold_generator(release)
@@ -365,8 +366,8 @@ def _module_shifts(view: BlockGraph, first: int, last: int) -> tuple[Shift, ...]
             shifts.append(Shift(first, until, storage.nbytes, storage.category))
     ends = max(release.values())
     shifts.append(Shift(block.start, ends, GENERATOR_BYTES, Category.GENERATOR))
-    shifts.append(Shift(block.start, block.stop, _buffer_bytes(view), Category.BUFFER))
-    shifts.append(Shift(block.stop, ends, _written_bytes(view), Category.BUFFER))
+    shifts.append(Shift(block.start, block.stop, _buffer_bytes(view), Category.TEMPORARY))
+    shifts.append(Shift(block.stop, ends, _written_bytes(view), Category.TEMPORARY))
     for number in outside_reads(view):
         storage = graph.storages[number]
         shifts.append(Shift(storage.death + 1, ends, storage.nbytes, storage.category))

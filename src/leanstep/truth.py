@@ -32,8 +32,10 @@ _CUDA_ROUNDING_BYTES = 512
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
-def allocated_bytes(tensor: torch.Tensor) -> int:
-    """What a tensor's storage takes from the allocator."""
+def allocated_bytes(tensor: torch.Tensor, device: torch.device) -> int:
+    """What a tensor's storage takes from a device's allocator; 0 if it lies elsewhere."""
+    if tensor.device.type != device.type:
+        return 0
     nbytes = tensor.untyped_storage().nbytes()
     if tensor.device.type == "cuda":
         return -(-nbytes // _CUDA_ROUNDING_BYTES) * _CUDA_ROUNDING_BYTES
@@ -59,7 +61,7 @@ def resident_bytes(step: TrainingStep) -> int:
     if step.device.type == "cuda":
         torch.cuda.synchronize(step.device)
         return torch.cuda.memory_allocated(step.device)
-    storages = {storage_address(tensor): allocated_bytes(tensor) for tensor in step.tensors()}
+    storages = {storage_address(t): allocated_bytes(t, step.device) for t in step.tensors()}
     return sum(storages.values())
 
 
@@ -98,9 +100,13 @@ def _cpu_changes(step: Callable[[], object]) -> list[int]:
         _mark()
         step()
         _mark()
-    events = memory_event_bytes(profiler)
-    (_, measured, _) = _split(events)
-    return measured
+    parts = _split(memory_event_bytes(profiler))
+    if len(parts) != 3:
+        raise MeasureError(
+            f"the step allocates blocks of {_MARKER_BYTES:,} bytes, the size leanstep marks its "
+            "place with: change the batch by one row"
+        )
+    return parts[1]
 
 
 def _cpu_profiler() -> profile:
@@ -134,7 +140,7 @@ class OpMeter:
     """Measure, for every op of a recorded step, how far the level rises inside it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._profiler = None if device.type == "cuda" else _cpu_profiler()
         self._rises: list[int] = []
 
@@ -170,7 +176,7 @@ class OpMeter:
 
     @contextmanager
     def _cuda_op(self) -> Iterator[None]:
-        start = torch.cuda.memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
+        start = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
         yield
-        self._rises.append(torch.cuda.max_memory_allocated(self._device) - start)
+        self._rises.append(torch.cuda.max_memory_allocated(self.device) - start)

@@ -159,10 +159,9 @@ class Masked(nn.Module):
 
 
 def test_an_op_that_cannot_be_timed_alone_is_priced_by_its_bytes_and_noted(cold: Path) -> None:
-    torch.manual_seed(0)
-    notes = []
+    model, batch, notes = Masked(), torch.randn(16, 8), []
     for _ in range(2):
-        profile = leanstep.profile(Masked(), torch.randn(16, 8), sum_of_output)
+        profile = leanstep.profile(model, batch, sum_of_output)
         notes.append(profile.notes)
         (cost,) = {c.seconds for c in profile.costs if c.signature == "aten.index_put.default"}
         assert 0.0 < cost < 1e-3

@@ -123,7 +123,8 @@ class SequentialRuntime:
     ) -> Any:
         """Call the children in turn, each stretch as one block."""
         (hidden,) = (*args, *kwargs.values())
-        names = [name for name, _ in module.named_children()]
+        # All of them: named_children() leaves out a layer that stands there twice.
+        names = list(vars(module)["_modules"])
         place = 0
         while place < len(names):
             children, runtime = self.starts.get(names[place], ((names[place],), None))

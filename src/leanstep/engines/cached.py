@@ -114,7 +114,9 @@ def make_template(
         locators[value] = found
         if isinstance(found, Attribute):
             shared.append(_attributes_at(storage_address(call.source(value)), modules))
-    ops = {index: _relative(op, start) for index, op in recorder.ops.items()}
+    # An op that nothing dropped depends on may differ from call to call.
+    needed = () if program is None else program.reruns
+    ops = {index: _relative(recorder.ops[index], start) for index in needed}
     return Template(
         names=tuple(recorder.names),
         saves=tuple(call.saves),

@@ -148,6 +148,8 @@ class Context:
             self._needs[source] -= 1
             if not self._needs[source]:
                 self._sources.pop(source, None)
+                if source.storage == GENERATOR:
+                    self._random_state = None
 
     def _run(self, op: RecordedOp) -> None:
         args = [self._tensors(arg) for arg in op.args]

@@ -22,7 +22,9 @@ class Profile:
     """The recorded step with its blocks and measured costs.
 
     `step_seconds` is the untouched step's time on the device. `other_bytes` is what else was
-    allocated there and stays. `gradients_kept` says gradients were alive at the step's start.
+    allocated there and stays; `slack_bytes` what the allocator was seen to need beyond the ops'
+    account (its rounding, what is allocated outside every op). `gradients_kept` says that
+    gradients were alive at the step's start.
     """
 
     graph: Graph = field(repr=False)
@@ -34,6 +36,7 @@ class Profile:
     device: str
     torch_version: str
     model: str
+    slack_bytes: int = 0
     gradients_kept: bool = False
     notes: tuple[str, ...] = ()
 

@@ -94,4 +94,5 @@ def _counts_when_alone() -> tuple[int, int]:
     with torch.enable_grad(), _Probe() as probe:
         shared = leaf * 1.5
         (shared * 2.0 + shared * 3.0).sum().backward()
-    return probe.counts
+    counts: tuple[int, int] = probe.counts
+    return counts

@@ -166,7 +166,7 @@ class StepRecording(torch_private.TorchDispatchMode):
     def _add_storage(self, tensor: torch.Tensor, *, birth: int) -> int:
         number = self.book.add(tensor)
         self._extend(number)
-        self.nbytes[number] = allocated_bytes(tensor)
+        self.nbytes[number] = allocated_bytes(tensor, self.meter.device)
         self.births[number] = birth
         return number
 

@@ -1,72 +1,77 @@
 """The table that `print(fitted)` shows."""
 
 import io
-from collections.abc import Iterator
+import random
+import textwrap
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from leanstep.ir import Block, Decision, Engine, Plan, Profile, Verdict
 from leanstep.units import format_bytes, format_change, format_percent, format_seconds
 
 _WIDTH = 100
+_SUMMARY_HEADINGS = ("", "before", "budget", "predicted", "measured", "change")
+_BLOCK_HEADINGS = ("block", "calls", "engine", "dropped", "extra time", "why")
 
 
 def render(profile: Profile, plan: Plan, verdict: Verdict | None) -> str:
     """The summary of a fit as text of a fixed width."""
-    console = Console(file=io.StringIO(), width=_WIDTH, color_system=None)
-    console.print(f"leanstep · {profile.model} · {profile.device} · solver {plan.solver}")
-    console.print(_summary(plan, verdict))
-    console.print(_blocks(profile, plan))
-    for line in _closing(plan, verdict):
-        console.print(line, highlight=False)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    return "\n".join(line.rstrip() for line in text.rstrip().splitlines())
+    lines = [f"leanstep · {profile.model} · {profile.device} · solver {plan.solver}"]
+    lines += _table(
+        ("", "before", "budget", "predicted", "measured", "change"), _summary(plan, verdict)
+    )
+    lines += _table(
+        ("block", "calls", "engine", "dropped", "extra time", "why"), _blocks(profile, plan)
+    )
+    lines += [part for line in _closing(plan, verdict) for part in textwrap.wrap(line, _WIDTH)]
+    return "\n".join(line.rstrip() for line in lines)
 
 
-def _summary(plan: Plan, verdict: Verdict | None) -> Table:
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table of text; numbers to the right, names and reasons to the left."""
+    # Loaded late, and with care: rich draws from Python's generator as it is imported.
+    state = random.getstate()
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    random.setstate(state)
     table = Table(box=box.SIMPLE_HEAD)
-    for heading in ("", "before", "budget", "predicted", "measured", "change"):
-        table.add_column(heading, justify="left" if not heading else "right")
-    if verdict is None:
-        table.add_row(
+    for heading in headings:
+        is_text = heading in ("", "block", "engine", "why")
+        table.add_column(heading, justify="left" if is_text else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    file = io.StringIO()
+    Console(file=file, width=_WIDTH, color_system=None).print(table)
+    return [*file.getvalue().rstrip().splitlines(), ""]
+
+
+def _summary(plan: Plan, verdict: Verdict | None) -> list[tuple[str, ...]]:
+    unplanned, peak = plan.unplanned_peak_bytes, plan.peak_bytes
+    seconds, planned = plan.step_seconds, plan.step_seconds + plan.extra_seconds
+    peak_measured = seconds_measured = "not measured"
+    new_peak, new_seconds = float(peak), planned
+    if verdict is not None:
+        unplanned, new_peak = verdict.baseline_peak_bytes, verdict.measured_peak_bytes
+        seconds, planned = verdict.baseline_seconds, verdict.predicted_seconds
+        new_seconds = verdict.measured_seconds
+        peak_measured = format_bytes(verdict.measured_peak_bytes)
+        seconds_measured = format_seconds(verdict.measured_seconds)
+    budget = format_bytes(plan.budget_bytes)
+    return [
+        (
             "peak memory",
-            format_bytes(plan.unplanned_peak_bytes),
-            format_bytes(plan.budget_bytes),
-            format_bytes(plan.peak_bytes),
-            "not measured",
-            _change(plan.unplanned_peak_bytes, plan.peak_bytes),
-        )
-        planned = plan.step_seconds + plan.extra_seconds
-        table.add_row(
+            *(format_bytes(unplanned), budget, format_bytes(peak), peak_measured),
+            _change(unplanned, new_peak),
+        ),
+        (
             "step time",
-            format_seconds(plan.step_seconds),
-            "",
-            format_seconds(planned),
-            "not measured",
-            _change(plan.step_seconds, planned),
-        )
-        return table
-    table.add_row(
-        "peak memory",
-        format_bytes(verdict.baseline_peak_bytes),
-        format_bytes(verdict.budget_bytes),
-        format_bytes(verdict.predicted_peak_bytes),
-        format_bytes(verdict.measured_peak_bytes),
-        _change(verdict.baseline_peak_bytes, verdict.measured_peak_bytes),
-    )
-    table.add_row(
-        "step time",
-        format_seconds(verdict.baseline_seconds),
-        "",
-        format_seconds(verdict.predicted_seconds),
-        format_seconds(verdict.measured_seconds),
-        _change(verdict.baseline_seconds, verdict.measured_seconds),
-    )
-    return table
+            *(format_seconds(seconds), "", format_seconds(planned), seconds_measured),
+            _change(seconds, new_seconds),
+        ),
+    ]
 
 
 def _change(before: float, after: float) -> str:
@@ -85,30 +90,28 @@ class _Row:
     extra_seconds: float
 
     @property
+    def is_changed(self) -> bool:
+        """Whether the plan does something here."""
+        return self.decision.engine is not Engine.UNTOUCHED
+
+    @property
     def name(self) -> str:
         """One name, or the first and the last."""
         return self.first.name if self.count == 1 else f"{self.first.name} … {self.last.name}"
 
 
-def _blocks(profile: Profile, plan: Plan) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("block")
-    table.add_column("calls", justify="right")
-    table.add_column("engine")
-    table.add_column("dropped", justify="right")
-    table.add_column("extra time", justify="right")
-    table.add_column("why", overflow="fold")
-    for row in _rows(profile, plan):
-        changed = row.decision.engine is not Engine.UNTOUCHED
-        table.add_row(
+def _blocks(profile: Profile, plan: Plan) -> list[tuple[str, ...]]:
+    return [
+        (
             row.name,
             str(row.count),
             row.decision.engine.value,
-            format_bytes(row.dropped_bytes) if changed else "–",
-            format_seconds(row.extra_seconds) if changed else "–",
+            format_bytes(row.dropped_bytes) if row.is_changed else "–",
+            format_seconds(row.extra_seconds) if row.is_changed else "–",
             row.decision.why,
         )
-    return table
+        for row in _rows(profile, plan)
+    ]
 
 
 def _rows(profile: Profile, plan: Plan) -> Iterator[_Row]:
