@@ -200,6 +200,8 @@ def test_a_model_that_checkpoints_its_blocks_stays_right(lab, reentrant) -> None
     case = lab.Case(lambda: Checkpointed(lab.stack_of(body).blocks, reentrant), batch=batch)
 
     assert case.differences(steps=4) == []
+    predicted, measured = case.peaks()
+    assert measured <= 1.1 * predicted, "what the checkpoint drops must stay dropped"
 
 
 class Result:

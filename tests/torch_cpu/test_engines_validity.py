@@ -88,6 +88,8 @@ def test_an_attribute_that_becomes_another_view_is_seen(lab) -> None:
     case = lab.Case(lambda: lab.stack_of(body, change=change), step=step)
 
     assert case.differences() == []
+    assert case.differences(pick=lambda candidates: candidates[:1]) == []
+    assert case.differences(pick=lambda candidates: candidates[1:]) == []
 
 
 def test_settings_of_an_object_and_items_of_a_list_are_seen(lab) -> None:

@@ -119,7 +119,7 @@ def make_template(
     ops = {index: _relative(recorder.ops[index], start) for index in needed}
     return Template(
         names=tuple(recorder.names),
-        saves=tuple(call.saves),
+        saves=_what_matters(call.saves, locators),
         program=program,
         ops=ops,
         locators=locators,
@@ -127,6 +127,21 @@ def make_template(
         cuda_device=None if start is None else start.device_index,
         shared=tuple(shared),
     )
+
+
+def _what_matters(
+    saves: list[tuple[Ref, bool]], locators: Mapping[Value, Locator]
+) -> tuple[tuple[Ref, bool], ...]:
+    """The saves, without the layout of those that are kept and start nothing."""
+    starts = {locator.place for locator in locators.values() if isinstance(locator, Saved)}
+    return tuple(
+        (ref if dropped or place in starts else _loose(ref), dropped)
+        for place, (ref, dropped) in enumerate(saves)
+    )
+
+
+def _loose(ref: Ref) -> Ref:
+    return Ref(Value(GENERATOR, 0), ref.size, (), 0, ref.dtype)
 
 
 def _relative(op: RecordedOp, start: CudaDraw | None) -> RecordedOp:
@@ -215,16 +230,20 @@ class CachedCall:
         ref, dropped = saves[place]
         if tensor.shape != ref.size or tensor.dtype is not ref.dtype:
             raise self._surprise(f"saved {tuple(tensor.shape)} where {ref.size} was recorded")
-        if tensor.is_conj() is not ref.is_conj or tensor.is_neg() is not ref.is_neg:
-            raise self._surprise("saved a conjugate or negative where none was recorded")
-        if tensor.stride() != ref.stride or tensor.storage_offset() != ref.offset:
-            raise self._surprise(f"saved strides {tensor.stride()}, not {ref.stride}")
+        if dropped or place in self._wanted:
+            self._check_layout(tensor, ref)
         if dropped:
             return Handle(self.context, ref)
         kept = tensor if tensor.is_leaf else tensor.detach()
         if place in self._wanted:
             self._kept[place] = kept
         return Source.of(kept)
+
+    def _check_layout(self, tensor: torch.Tensor, ref: Ref) -> None:
+        if tensor.is_conj() is not ref.is_conj or tensor.is_neg() is not ref.is_neg:
+            raise self._surprise("saved a conjugate or negative where none was recorded")
+        if tensor.stride() != ref.stride or tensor.storage_offset() != ref.offset:
+            raise self._surprise(f"saved strides {tensor.stride()}, not {ref.stride}")
 
     def _find(
         self, locator: Locator, arguments: list[torch.Tensor], modules: list[nn.Module]

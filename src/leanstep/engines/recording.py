@@ -217,7 +217,7 @@ class CallRecorder(torch_private.TorchDispatchMode):
             self.value_of(tensor),
             tuple(tensor.shape),
             tensor.stride(),
-            tensor.storage_offset(),
+            int(tensor.storage_offset()),
             tensor.dtype,
             tensor.is_conj(),
             tensor.is_neg(),

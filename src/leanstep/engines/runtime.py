@@ -86,7 +86,9 @@ class BlockRuntime:
         place = self._place()
         decision = self.decisions[place]
         self.watch.see(self.name, _tensor_bytes(args, kwargs))
-        if decision.engine is Engine.UNTOUCHED or not saving_hooks_work():
+        # Hooks that drop nothing would still take what a checkpoint of the user's means to drop.
+        drops_nothing = decision.engine is Engine.REPLAY and not decision.drop
+        if decision.engine is Engine.UNTOUCHED or drops_nothing or not saving_hooks_work():
             return forward(module, *args, **kwargs)
         self.rounds.active = True
         try:
