@@ -12,8 +12,8 @@ moves to its next version: this is what makes draws replay in order.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, cast
 
 from leanstep.errors import LeanstepError
 from leanstep.ir.graph import Value
@@ -55,6 +55,7 @@ class Program:
     sources: Mapping[Value, frozenset[Value]]
     all_sources: frozenset[Value]
     uses: Mapping[int, int]
+    known: "_Known" = field(default_factory=lambda: _Known(), compare=False, repr=False)
 
 
 def build_program(ops: Sequence[Rerun], wanted: Mapping[Value, int], available: Kept) -> Program:
@@ -133,7 +134,77 @@ class Run:
 
 
 class Session:
-    """The state of one program during backward: which storages are rebuilt, to which version."""
+    """One program during one backward pass: what to run when, and what may go.
+
+    The schedule depends only on what was asked for so far, and backward asks in the same order
+    from step to step. So every answer is kept with the program, in a tree of events; the state
+    behind the answers is worked out only when an event is new.
+    """
+
+    __slots__ = ("_events", "_known", "_state", "program")
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._events: list[tuple[_Kind, Value]] = []
+        self._known: _Known | None = program.known
+        self._state: _State | None = None
+
+    @property
+    def present(self) -> dict[int, int]:
+        """The rebuilt storages, each with its version."""
+        return self._caught_up().present
+
+    def request(self, value: Value) -> Sequence[Run]:
+        """Say which ops must run now so that the value is there, in order."""
+        return cast(Sequence[Run], self._answer("request", value))
+
+    def served(self, value: Value) -> bool:
+        """Count one save of the value as answered; say whether its storage may go now."""
+        return bool(self._answer("served", value))
+
+    def served_again(self, value: Value) -> bool:
+        """A save that was answered before was answered again; say whether its storage may go."""
+        return bool(self._answer("served_again", value))
+
+    def _answer(self, kind: "_Kind", value: Value) -> object:
+        event = (kind, value)
+        found = None if self._known is None else self._known.after.get(event)
+        if found is None:
+            answer = getattr(self._caught_up(), kind)(value)
+            found = (answer, _Known() if len(self._events) < _MOST_EVENTS else None)
+            if self._known is not None:
+                self._known.after[event] = found
+        elif self._state is not None:
+            getattr(self._state, kind)(value)
+        self._events.append(event)
+        answer, self._known = found
+        return answer
+
+    def _caught_up(self) -> "_State":
+        if self._state is None:
+            self._state = _State(self.program)
+            for kind, value in self._events:
+                getattr(self._state, kind)(value)
+        return self._state
+
+
+_Kind = Literal["request", "served", "served_again"]
+
+# Beyond this many events answers are no longer kept: a graph that is kept and run for ever.
+_MOST_EVENTS = 10_000
+
+
+class _Known:
+    """What was answered after the events that lead here, and where each next event leads."""
+
+    __slots__ = ("after",)
+
+    def __init__(self) -> None:
+        self.after: dict[tuple[_Kind, Value], tuple[object, _Known | None]] = {}
+
+
+class _State:
+    """Which storages are rebuilt, to which version, and how often each is still needed."""
 
     __slots__ = ("done", "present", "program", "uses")
 
@@ -159,6 +230,12 @@ class Session:
     def served(self, value: Value) -> bool:
         """Count one save of the value as answered; say whether its storage may go now."""
         self.uses[value.storage] -= 1
+        if self.uses[value.storage] > 0:
+            return False
+        return self.present.pop(value.storage, None) is not None
+
+    def served_again(self, value: Value) -> bool:
+        """The same for a save that had been answered before: it is not counted twice."""
         if self.uses[value.storage] > 0:
             return False
         return self.present.pop(value.storage, None) is not None

@@ -193,6 +193,11 @@ def _check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer | 
         )
 
 
+def autocast_is_on() -> bool:
+    """Whether autocast would change what ops do."""
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+
+
 def no_autocast() -> AbstractContextManager[object]:
     """Switch autocast off for a while, where it is on: recorded casts are ops of their own."""
     stack = ExitStack()

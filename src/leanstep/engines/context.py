@@ -17,7 +17,7 @@ from leanstep.errors import LeanstepError
 from leanstep.ir import Value
 from leanstep.rebuild import Program, Session
 from leanstep.recorder.facts import tensors_in
-from leanstep.step import no_autocast
+from leanstep.step import autocast_is_on, no_autocast
 from leanstep.torch_private import below_autograd, version
 
 
@@ -126,8 +126,7 @@ class Context:
             tensor = ref.of(self._buffers[value.storage])
         if first_time:
             self.answered(value)
-        elif session.uses[value.storage] <= 0:
-            session.present.pop(value.storage, None)
+        elif session.served_again(value):
             self._buffers.pop(value.storage, None)
         return tensor
 
@@ -199,6 +198,8 @@ class Handle:
     def tensor(self) -> torch.Tensor:
         """The tensor, rebuilt."""
         first_time, self.asked = not self.asked, True
+        if not autocast_is_on():
+            return self.context.rebuild(self.ref, first_time=first_time)
         with no_autocast():
             return self.context.rebuild(self.ref, first_time=first_time)
 
