@@ -11,9 +11,9 @@ To find one's place in the stream, a marker is allocated and freed: a size nobod
 
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from types import TracebackType
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Self
 
 import torch
@@ -24,6 +24,7 @@ from leanstep.step import TrainingStep
 from leanstep.torch_private import memory_event_bytes, storage_address
 
 _MARKER_BYTES = 1_000_003
+_ENOUGH_SECONDS = 3.0
 
 # The CUDA caching allocator hands out multiples of this, and counts them.
 _CUDA_ROUNDING_BYTES = 512
@@ -66,10 +67,9 @@ def resident_bytes(step: TrainingStep) -> int:
 
 
 def median_seconds(step: Callable[[], object], device: torch.device, repeats: int = 3) -> float:
-    """The median time of a step, after one warm step."""
-    step()
-    seconds = []
-    for _ in range(repeats):
+    """The median time of a warm step; steps of seconds are not repeated for long."""
+    seconds: list[float] = []
+    while len(seconds) < repeats and sum(seconds) < _ENOUGH_SECONDS:
         _synchronize(device)
         start = time.perf_counter()
         step()
@@ -109,9 +109,28 @@ def _cpu_changes(step: Callable[[], object]) -> list[int]:
     return parts[1]
 
 
-def _cpu_profiler() -> profile:
-    # With a single cycle nothing accumulates; torch 2.11 warns when it is not told so.
-    return profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+@contextmanager
+def _cpu_profiler() -> Iterator[profile]:
+    """Torch's profiler with memory events.
+
+    Its events of one cycle are all we read. Torch 2.11 warns that it keeps no others; asked to
+    keep them, it would also parse every op, which takes longer than the step.
+    """
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with _without_warnings():
+        profiler.start()
+    try:
+        yield profiler
+    finally:
+        with _without_warnings():
+            profiler.stop()
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _mark() -> None:
@@ -142,28 +161,24 @@ class OpMeter:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._profiler = None if device.type == "cuda" else _cpu_profiler()
         self._rises: list[int] = []
+        self._open = ExitStack()
+        self._profiler: profile | None = None
 
     def __enter__(self) -> Self:
-        if self._profiler is not None:
-            self._profiler.__enter__()
+        if self.device.type != "cuda":
+            self._profiler = self._open.enter_context(_cpu_profiler())
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
         if self._profiler is not None:
-            self._profiler.__exit__(kind, error, trace)
             parts = _split(memory_event_bytes(self._profiler))
             self._rises = [_highest(part) for part in parts[1::2]]
 
     def op(self) -> AbstractContextManager[None]:
         """Hold one op."""
-        return self._cuda_op() if self._profiler is None else self._cpu_op()
+        return self._cuda_op() if self.device.type == "cuda" else self._cpu_op()
 
     def rises(self) -> list[int]:
         """The rise of each op in turn; known after the meter is closed."""

@@ -53,7 +53,9 @@ def race(step: TrainingStep, applied: Applied, rounds: int = 3) -> tuple[float, 
     with untouched(step):
         for _ in range(rounds):
             with applied.paused():
+                step.run()
                 untouched_seconds.append(median_seconds(step.run, step.device, repeats=1))
+            step.run()
             planned_seconds.append(median_seconds(step.run, step.device, repeats=1))
     middle = rounds // 2
     return sorted(untouched_seconds)[middle], sorted(planned_seconds)[middle]

@@ -22,6 +22,7 @@ Item = TypeVar("Item")
 
 _REPEATS = 5
 _ENOUGH_SECONDS = 0.25
+_DRAWN = 2**20
 
 # For ops that cannot be timed alone: a modest memory bandwidth.
 _FALLBACK_BYTES_PER_SECOND = {"cpu": 10e9, "cuda": 2e12}
@@ -125,12 +126,20 @@ def _tensor(spec: TensorSpec) -> torch.Tensor:
     )
     count = 0 if 0 in spec.size else extent
     if spec.dtype.is_floating_point and spec.dtype.itemsize > 1:
-        base = torch.rand(count, device=spec.device).to(spec.dtype)
+        base = _random(count, spec.device).to(spec.dtype)
     elif spec.dtype is torch.bool:
         base = torch.ones(count, dtype=spec.dtype, device=spec.device)
     else:
         base = torch.zeros(count, dtype=spec.dtype, device=spec.device)
     return base.as_strided(spec.size, spec.stride)
+
+
+def _random(count: int, device: str) -> torch.Tensor:
+    """Random numbers, repeated where they are many: drawing them all would take longest."""
+    drawn = torch.rand(min(count, _DRAWN), device=device)
+    if count <= _DRAWN:
+        return drawn
+    return drawn.repeat(-(-count // _DRAWN))[:count]
 
 
 def _moved_bytes(spec: CallSpec) -> float:
