@@ -11,7 +11,7 @@ from leanstep import models
 
 STEPS = 5
 SETTINGS = {
-    "gpt2-mini": ("60%", {"batch": 8, "seq": 256}),
+    "gpt2-mini": ("60%", {"batch": 4, "seq": 256}),
     "resnet-tiny": ("80%", {"batch": 64, "image": 96, "optimizer": "sgd"}),
 }
 

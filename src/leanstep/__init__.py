@@ -58,7 +58,7 @@ def __getattr__(name: str) -> object:
     if name not in _LAZY:
         raise AttributeError(f"module 'leanstep' has no attribute {name!r}")
     found: object = getattr(_importlib.import_module(_LAZY[name]), name)
-    # Submodule imports bind their own names here; the public verb wins from now on.
+    # Kept, so that the next use does not come here.
     globals()[name] = found
     return found
 

@@ -7,7 +7,7 @@ import torch
 
 from leanstep import engines
 from leanstep.engines.attach import is_attached
-from leanstep.errors import InputError, MeasureError
+from leanstep.errors import InputError, MeasureError, PlanError
 from leanstep.ir import Plan, Profile, Verdict
 from leanstep.ir.check import check_blocks, check_graph
 from leanstep.profiler import measure
@@ -99,6 +99,7 @@ def fingerprint(model: torch.nn.Module) -> str:
 def apply(model: torch.nn.Module, plan: Plan, *, engine: str = "auto") -> engines.Applied:
     """Let a model train as a plan says; `remove()` of what comes back undoes it."""
     refuse_fitted(model)
+    refuse_other_model(model, plan)
     return engines.apply(model, plan, engine=engine)
 
 
@@ -114,12 +115,22 @@ def verify(
     """Run the untouched and the planned step from the same state and compare every number."""
     step = make_step(model, batch, loss, optimizer, gradients_kept=gradients_kept)
     refuse_fitted(model)
+    refuse_other_model(model, plan)
     before = look(step)
     applied = engines.apply(model, plan)
     try:
         return judge(step, applied, before)
     finally:
         applied.remove()
+
+
+def refuse_other_model(model: torch.nn.Module, plan: Plan) -> None:
+    """Say so when a plan was made for a model of another shape."""
+    if plan.model != fingerprint(model):
+        raise PlanError(
+            f"the plan is for another model: it was made for {plan.model}, "
+            f"this one is {fingerprint(model)}"
+        )
 
 
 def refuse_fitted(model: torch.nn.Module) -> None:

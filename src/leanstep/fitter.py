@@ -17,7 +17,7 @@ from leanstep.units import check_budget, parse_budget
 from leanstep.verifier import Look, judge, look
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Fit:
     """A fitted model: its parts, a printed table, and the way back."""
 
@@ -29,6 +29,10 @@ class Fit:
     def __str__(self) -> str:
         """The table a person reads."""
         return render(self.profile, self.plan, self.verdict)
+
+    def __repr__(self) -> str:
+        """The same table: this is what a notebook shows."""
+        return str(self)
 
     def remove(self) -> None:
         """Give the model back exactly as it was."""
@@ -50,19 +54,21 @@ def fit(
     """Make a model train inside a memory budget, with the same numbers.
 
     Profiles one step, plans which activations to keep, applies the plan to the model in place,
-    and (unless `verify=False`) runs both versions once to compare every gradient, the peak and
-    the time. Nothing but the model's blocks is changed, and `remove()` undoes it.
+    and (unless `verify=False`) runs both versions to compare every gradient, the peak and the
+    time. Nothing but the model's blocks is changed, and `remove()` undoes it.
 
     Args:
         model: any `nn.Module`, on one device.
-        batch: what the model is called with: a tensor, a tuple (positional) or a dict (keywords).
+        batch: what the model is called with: a tensor, a tuple or list (in order), or a
+            dict (keywords).
         loss: `loss(model, batch)` returns a scalar; by default the output's `.loss`, or the output.
         optimizer: counted in the peak and in the step; leave it out if there is none.
-        budget: `"16GiB"`, `"16 GB"`, bytes, or `"60%"` of the unplanned peak; it bounds the peak
-            of everything on the device over the whole step.
+        budget: `"16GiB"`, `"16 GB"`, bytes, `"60%"` of the unplanned peak, or `"auto"` (the free
+            memory of the GPU less a margin); it bounds the peak of everything on the device over
+            the whole step.
         solver: `"auto"`, `"optimal"`, `"uniform"` or `"keep_all"`.
         engine: `"auto"`, `"replay"` or `"module"`.
-        verify: compare with the untouched model; costs about ten steps.
+        verify: compare with the untouched model; costs about twenty steps.
         gradients_kept: plan for gradients alive at the start of the step (accumulation).
     """
     check_budget(budget)

@@ -45,17 +45,21 @@ def _snapshots(step: TrainingStep) -> Iterator[Callable[[], None]]:
         yield _silence(step.optimizer)
     yield _set_aside_gradients(step)
     yield _set_aside_batch_gradients(step)
-    yield _contents(p.detach() for p in step.parameters())
+    yield _contents(step.parameters())
     yield _contents(step.model.buffers())
     yield _contents(x for x in tree_leaves(step.batch) if isinstance(x, torch.Tensor))
 
 
 def _contents(tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
     """Note the contents of tensors."""
-    copies = [(memory, memory.to("cpu", copy=True)) for memory in map(_memory, tensors)]
+    noted = [(tensor, tensor.data, _memory(tensor)) for tensor in tensors]
+    copies = [(*entry, entry[2].to("cpu", copy=True)) for entry in noted]
 
     def restore() -> None:
-        for memory, copy in copies:
+        for tensor, data, memory, copy in copies:
+            if tensor.layout is torch.strided and tensor.data_ptr() != data.data_ptr():
+                # `tensor.data = ...` gave it another memory.
+                tensor.data = data
             # What nobody wrote is not written here either: it may be read-only.
             is_plain = memory.device.type == "cpu" and memory.layout is torch.strided
             if not is_plain or not torch.equal(memory, copy):
@@ -76,25 +80,41 @@ def _memory(tensor: torch.Tensor) -> torch.Tensor:
 
 def _set_aside_gradients(step: TrainingStep) -> Callable[[], None]:
     """Start from gradients None, or from zeros where they are to be kept."""
-    noted = []
-    for parameter in step.parameters():
-        gradient = parameter.grad
-        data = None if gradient is None else gradient.data
-        noted.append((parameter, gradient, None if data is None else data.to("cpu", copy=True)))
-        if gradient is not None and gradient.device.type != "cpu" and not step.gradients_kept:
-            gradient.data = gradient.data.cpu()
-        if not step.gradients_kept:
+    noted = [(parameter, parameter.grad) for parameter in step.parameters()]
+    present = [gradient for _, gradient in noted if gradient is not None]
+    if step.gradients_kept:
+        contents = _contents(present)
+        for parameter, gradient in noted:
+            if gradient is None and parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+    else:
+        contents = _move_to_host(present)
+        for parameter, _ in noted:
             parameter.grad = None
-        elif gradient is None and parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)
 
     def restore() -> None:
-        for parameter, gradient, copy in noted:
-            if gradient is not None and copy is not None:
-                if gradient.device != parameter.device:
-                    gradient.data = copy.to(parameter.device)
-                gradient.data.copy_(copy)
+        for parameter, gradient in noted:
             parameter.grad = gradient
+        contents()
+
+    return restore
+
+
+def _move_to_host(tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
+    """Free the device of tensors for a while; views of something larger stay where they are."""
+    moved = [
+        (tensor, tensor.device)
+        for tensor in tensors
+        if tensor.device.type != "cpu"
+        and tensor.layout is torch.strided
+        and tensor.untyped_storage().nbytes() == tensor.nbytes
+    ]
+    for tensor, _ in moved:
+        tensor.data = tensor.data.cpu()
+
+    def restore() -> None:
+        for tensor, device in moved:
+            tensor.data = tensor.data.to(device)
 
     return restore
 

@@ -1,5 +1,6 @@
 """What one training step is: the same for recording, measuring, timing and comparing."""
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -184,6 +185,12 @@ def _check_devices(model: torch.nn.Module, batch: Any) -> None:
 def _check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     if optimizer is None:
         return
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise InputError(
+            f"{type(optimizer).__name__} runs the model several times in one step: "
+            "leanstep plans for optimizers that step once, such as AdamW or SGD"
+        )
     own = {id(p) for p in model.parameters()}
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not own & held:

@@ -62,7 +62,11 @@ def resident_bytes(step: TrainingStep) -> int:
     if step.device.type == "cuda":
         torch.cuda.synchronize(step.device)
         return torch.cuda.memory_allocated(step.device)
-    storages = {storage_address(t): allocated_bytes(t, step.device) for t in step.tensors()}
+    storages = {
+        storage_address(t): allocated_bytes(t, step.device)
+        for t in step.tensors()
+        if t.layout is torch.strided
+    }
     return sum(storages.values())
 
 
@@ -162,6 +166,8 @@ class OpMeter:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._rises: list[int] = []
+        # An op that raises is none of the recording's: the model may catch it and go on.
+        self._ended: list[bool] = []
         self._open = ExitStack()
         self._profiler: profile | None = None
 
@@ -174,7 +180,8 @@ class OpMeter:
         self._open.close()
         if self._profiler is not None:
             parts = _split(memory_event_bytes(self._profiler))
-            self._rises = [_highest(part) for part in parts[1::2]]
+            ops = zip(parts[1::2], self._ended, strict=True)
+            self._rises = [_highest(part) for part, has_ended in ops if has_ended]
 
     def op(self) -> AbstractContextManager[None]:
         """Hold one op."""
@@ -187,8 +194,12 @@ class OpMeter:
     @contextmanager
     def _cpu_op(self) -> Iterator[None]:
         _mark()
-        yield
-        _mark()
+        self._ended.append(False)
+        try:
+            yield
+            self._ended[-1] = True
+        finally:
+            _mark()
 
     @contextmanager
     def _cuda_op(self) -> Iterator[None]:

@@ -91,7 +91,7 @@ def judge(step: TrainingStep, applied: Applied, before: Look) -> Verdict:
     baseline_seconds, measured_seconds = race(step, applied)
     different, spread = differences(before, after.outcome)
     # The CPU's allocator cannot tell what it holds: what the recording saw counts there too.
-    known = plan.peak_bytes - plan.movable_bytes
+    known = plan.peak_bytes - plan.movable_bytes if step.device.type == "cpu" else 0
     return Verdict(
         budget_bytes=plan.budget_bytes,
         baseline_peak_bytes=before.rise_bytes + max(before.resident_bytes, known),
@@ -150,10 +150,11 @@ def _same(old: torch.Tensor | None, new: torch.Tensor | None) -> bool:
     """Whether two tensors have the same bits, NaN included; a missing one must stay missing."""
     if old is None or new is None:
         return old is None and new is None
-    if old.shape != new.shape or old.dtype != new.dtype:
+    if (old.shape, old.dtype, old.layout) != (new.shape, new.dtype, new.layout):
         return False
-    if torch.equal(old, new):
-        return True
+    if old.layout is torch.sparse_coo:
+        old, new = old.coalesce(), new.coalesce()
+        return _same(old.indices(), new.indices()) and _same(old.values(), new.values())
     flat_old, flat_new = old.contiguous().view(-1), new.contiguous().view(-1)
     return torch.equal(flat_old.view(torch.uint8), flat_new.view(torch.uint8))
 
@@ -165,6 +166,8 @@ def assumptions(step: TrainingStep) -> tuple[str, ...]:
     else:
         start = "gradients are None when the step starts, and set to None at its end"
     update = "optimizer.step() is part of it" if step.optimizer else "it has no optimizer"
+    if step.optimizer and step.gradients_kept:
+        update = "optimizer.step() is not part of it, its state is there"
     return (
         "one batch of the shapes given",
         start,

@@ -59,8 +59,9 @@ def apply(model: torch.nn.Module, plan: Plan, *, engine: str = "auto") -> Applie
         raise InputError(f"unknown engine {engine!r}: use one of {', '.join(ENGINES)}")
     modules = dict(model.named_modules())
     by_path = _by_path(plan, engine)
-    for path in by_path:
-        _check_block(path, modules)
+    for path, decisions in by_path.items():
+        if any(decision.engine is not Engine.UNTOUCHED for decision in decisions):
+            _check_block(path, modules)
     applied = Applied(model, plan)
     rounds = Round()
     watch = SizeWatch(plan.peak_bytes, plan.movable_bytes, plan.budget_bytes)

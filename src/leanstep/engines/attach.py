@@ -61,6 +61,9 @@ def _make_subclass(original: type[torch.nn.Module]) -> type[torch.nn.Module]:
     def reduce(self: torch.nn.Module, protocol: Any) -> Any:
         # What is copied or saved is a module of the user's class, loadable without leanstep.
         reduced: Any = original.__reduce_ex__(self, protocol)
+        if reduced[0] not in (copyreg.__newobj__, copyreg._reconstructor):  # type: ignore[attr-defined]
+            # The user says how to rebuild it, and knows nothing of our class.
+            return reduced
         return (copyreg._reconstructor, (original, object, None), *reduced[2:])  # type: ignore[attr-defined]
 
     return type(

@@ -100,6 +100,9 @@ def make_template(
     recorder = call.recorder
     if recorder.depends_on_data or call.takes_copies:
         return None
+    if start is None and any(op.draw for op in recorder.ops.values()):
+        # There is no place to count the draws of later calls from.
+        return None
     program = call.program
     outside = [] if program is None else [v for v in program.all_sources if v.storage != GENERATOR]
     locators: dict[Value, Locator] = {}

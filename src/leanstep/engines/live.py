@@ -112,12 +112,6 @@ class LiveCall:
         is_held = value in self._kept or value in self.recorder.outside
         return is_held and self.recorder.book.versions[value.storage] == value.version
 
-    def __iter__(self) -> Any:
-        raise TypeError("kept values can be asked for, not listed")
-
-    def __len__(self) -> int:
-        raise TypeError("kept values can be asked for, not counted")
-
     def _before_write(self, value: Value, tensor: torch.Tensor) -> None:
         """Copy what an op is about to overwrite, if a dropped value starts from it."""
         if value in self._wanted and self.recorder.ref(tensor) in self._last_saves():

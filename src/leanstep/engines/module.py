@@ -26,7 +26,7 @@ def run_checkpointed(
 ) -> Any:
     """Run a module so that backward runs it again instead of holding what it saved."""
     call = _CheckpointedCall(module, forward, rounds)
-    return checkpoint(call, *args, use_reentrant=False, **kwargs)
+    return checkpoint(call, args, kwargs, use_reentrant=False)
 
 
 class _CheckpointedCall:
@@ -37,7 +37,7 @@ class _CheckpointedCall:
         self.fired: dict[int, bool] = {}
         self.start: _Start | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.start is None:
             self.start = _Start(self.module, tree_leaves((args, kwargs)))
             with _watched_hooks(self.module, self.fired):

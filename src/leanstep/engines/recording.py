@@ -112,7 +112,12 @@ class CallRecorder(torch_private.TorchDispatchMode):
         on_cpu = Fact.RANDOM in facts and draw is None
         if on_cpu and self._draw_jumps():
             facts = (*facts, Fact.OWN_GENERATOR)
-        out = func(*args, **kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except BaseException:
+            # The model may catch it and go on: names shall be those of a recorded step.
+            self._seen[self.names.pop()] -= 1
+            raise
         writes = [self.book.write(number) for number in written]
         births = self._births(out, key)
         if on_cpu:

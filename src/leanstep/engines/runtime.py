@@ -85,7 +85,7 @@ class BlockRuntime:
             return forward(module, *args, **kwargs)
         place = self._place()
         decision = self.decisions[place]
-        self.watch.see(self.name, _tensor_bytes(args, kwargs))
+        self.watch.see(f"{self.name}, call {place}", _tensor_bytes(args, kwargs))
         # Hooks that drop nothing would still take what a checkpoint of the user's means to drop.
         drops_nothing = decision.engine is Engine.REPLAY and not decision.drop
         if decision.engine is Engine.UNTOUCHED or drops_nothing or not saving_hooks_work():

@@ -7,7 +7,7 @@ want gradients, autocast and the default dtype. What cannot be seen from here (a
 function of the user's makes up) is left to the audits.
 """
 
-from types import FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 from leanstep.torch_private import storage_address, tree_flatten
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_CODE = (FunctionType, BuiltinFunctionType)
 _MISSING = object()
 _MODULE_OWN = frozenset(vars(nn.Module()))
 
@@ -45,7 +46,10 @@ def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[t
 
 
 def _tensor_look(tensor: torch.Tensor) -> Any:
-    if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
+    if tensor.layout is not torch.strided or type(tensor) not in (
+        torch.Tensor,
+        nn.Parameter,
+    ):
         raise UncacheableError(type(tensor).__name__)
     return (
         tensor.shape,
@@ -76,22 +80,23 @@ class Watch:
         self._owners = [vars(module) for module in modules]
         self._attributes = [
             (names, name)
-            for names in (*self._owners, *_settings(self._owners))
+            for names in self._owners
             for name, value in names.items()
-            if isinstance(value, _PLAIN) or _is_plain_tuple(value)
+            if isinstance(value, (*_PLAIN, *_CODE)) or _is_plain_tuple(value)
         ]
         self._attributes.extend(_globals(modules))
-        self._lists = [
-            value
+        # By name, not by object: another object may stand there at the next call.
+        self._held = [
+            (own, name)
             for own in self._owners
             for name, value in own.items()
-            if type(value) in (list, dict) and name not in _MODULE_OWN
+            if name not in _MODULE_OWN and _is_watched(value)
         ]
 
     def state(self) -> list[Any]:
         """The attributes as they are now; compare two with `same`."""
         state = [own.get(name, _MISSING) for own, name in self._attributes]
-        state.extend(tuple(_plain_items(values)) for values in self._lists)
+        state.extend(tuple(_plain_items(own.get(name))) for own, name in self._held)
         for own in self._owners:
             state.append(len(own))
             state.append((*own["_forward_hooks"], *own["_forward_pre_hooks"]))
@@ -110,15 +115,12 @@ def same(old: list[Any], new: list[Any]) -> bool:
     return all(a is b or (type(a) is type(b) and a == b) for a, b in zip(old, new, strict=True))
 
 
-def _settings(owners: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The attributes of objects that modules hold, such as a configuration."""
-    objects = {id(value): value for own in owners for value in own.values()}
-    return [
-        vars(value)
-        for value in objects.values()
-        if hasattr(value, "__dict__")
-        and not isinstance(value, (torch.Tensor, nn.Module, type, ModuleType))
-    ]
+def _is_watched(value: Any) -> bool:
+    """Whether an attribute is a collection, or an object such as a configuration."""
+    if type(value) in (list, dict):
+        return True
+    unwatched = (torch.Tensor, nn.Module, type, ModuleType, *_CODE)
+    return hasattr(value, "__dict__") and not isinstance(value, unwatched)
 
 
 def _globals(modules: list[nn.Module]) -> list[tuple[dict[str, Any], str]]:
@@ -139,9 +141,16 @@ def _globals(modules: list[nn.Module]) -> list[tuple[dict[str, Any], str]]:
     ]
 
 
-def _plain_items(values: list[Any] | dict[Any, Any]) -> list[Any]:
-    items = values.items() if isinstance(values, dict) else values
-    return [item for item in items if isinstance(item, _PLAIN) or _is_plain_tuple(item)]
+def _plain_items(value: Any) -> list[Any]:
+    """The plain parts of a collection or an object, each with its name where it has one."""
+    if type(value) is list:
+        return [item for item in value if isinstance(item, _PLAIN) or _is_plain_tuple(item)]
+    named = value if type(value) is dict else getattr(value, "__dict__", {})
+    return [
+        (name, item)
+        for name, item in named.items()
+        if isinstance(item, (*_PLAIN, *_CODE)) or _is_plain_tuple(item)
+    ]
 
 
 def _is_plain_tuple(value: Any) -> bool:

@@ -11,7 +11,10 @@ from leanstep.ir.graph import Block, Graph
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one distinct op call costs: seconds alone on the device, warm, median of several."""
+    """What one distinct op call costs: seconds alone on the device, warm, median of several.
+
+    `signature` is the operator's name; two calls that differ in shapes share it.
+    """
 
     signature: str
     seconds: float

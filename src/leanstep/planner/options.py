@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from leanstep.blockgraph import BlockGraph
 from leanstep.errors import InputError
-from leanstep.ir import Engine, Profile
+from leanstep.ir import Category, Engine, Profile
 from leanstep.planner.cut import drop_sets
 from leanstep.planner.fingerprint import fingerprint
 from leanstep.rebuild import UnreachableError
@@ -111,8 +111,20 @@ def _by_replay(
 
 
 def _by_module(profile: Profile, view: BlockGraph, borders: frozenset[int]) -> Iterable[Option]:
-    if view.saved and borders.isdisjoint(view.saved):
+    if view.saved and borders.isdisjoint(view.saved) and not _writes_outside(view):
         yield _option(profile, Engine.MODULE, view.saved, module_effect(view))
+
+
+def _writes_outside(view: BlockGraph) -> bool:
+    """Whether a call changes what belongs to others; only buffers are put back for a second run."""
+    ops = view.graph.ops[view.block.start : view.block.stop]
+    may_move = (Category.BUFFER, Category.GENERATOR)
+    return any(
+        view.graph.storages[value.storage].category not in may_move
+        for op in ops
+        for value in op.writes
+        if value.storage not in view.own_storages
+    )
 
 
 def _option(profile: Profile, engine: Engine, dropped: Collection[int], effect: Effect) -> Option:

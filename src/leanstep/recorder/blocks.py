@@ -43,7 +43,8 @@ def find_blocks(model: nn.Module, graph: Graph) -> tuple[Block, ...]:
 
 def _is_unit(module: nn.Module) -> bool:
     """Whether a module is more than a container or one of torch's own layers."""
-    if _is_container(module):
+    if _is_container(module) or "forward" in vars(module):
+        # A forward of its own, put on the instance, is out of reach of the engines.
         return False
     is_torchs_own = type(module).__module__.startswith("torch.nn.modules")
     return not is_torchs_own or _has_callable_children(module)

@@ -1,12 +1,14 @@
 """The line of the user's code that an op comes from."""
 
 import functools
+import os
 import sys
 from pathlib import Path
 
 import torch
 
-_SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
+# With a separator at the end: torchvision is no part of torch.
+_SKIPPED = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent.parent}{os.sep}")
 _OURS_FOR_USERS = str(Path(__file__).parent.parent / "models")
 
 

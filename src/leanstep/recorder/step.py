@@ -15,7 +15,18 @@ from typing import Any
 import torch
 
 from leanstep import torch_private
-from leanstep.ir import Category, Fact, Graph, ModuleCall, Op, Phase, Save, Storage, Unpack, Value
+from leanstep.ir import (
+    Category,
+    Fact,
+    Graph,
+    ModuleCall,
+    Op,
+    Phase,
+    Save,
+    Storage,
+    Unpack,
+    Value,
+)
 from leanstep.recorder.accumulation import EngineSums
 from leanstep.recorder.facts import (
     DrawOrder,
@@ -108,9 +119,13 @@ class StepRecording(torch_private.TorchDispatchMode):
         if Fact.RANDOM in facts and self._draw_jumps():
             facts = (*facts, Fact.OWN_GENERATOR)
         sums_in_place = self._sums.sees(info.name, args, reads[0] if reads else None)
-        self._started += 1
         with self.meter.op():
-            out = func(*args, **kwargs)
+            self._started += 1
+            try:
+                out = func(*args, **kwargs)
+            except BaseException:
+                self._started -= 1
+                raise
         if sums_in_place:
             self.book.replace(out, reads[0].storage)
             written = [reads[0].storage]
@@ -288,7 +303,12 @@ class StepRecording(torch_private.TorchDispatchMode):
         index = self._stack.pop()
         call = self.calls[index]
         self.calls[index] = ModuleCall(
-            call.path, call.class_name, call.occurrence, call.parent, call.start, len(self.ops)
+            call.path,
+            call.class_name,
+            call.occurrence,
+            call.parent,
+            call.start,
+            len(self.ops),
         )
 
     # The result.
@@ -390,7 +410,15 @@ def _hook(path: str, module: torch.nn.Module, recording: StepRecording) -> tuple
 
 def _with_rise(op: Op, rise_bytes: int) -> Op:
     return Op(
-        op.name, op.phase, op.call, op.source, op.reads, op.writes, rise_bytes, op.cost, op.facts
+        op.name,
+        op.phase,
+        op.call,
+        op.source,
+        op.reads,
+        op.writes,
+        rise_bytes,
+        op.cost,
+        op.facts,
     )
 
 
