@@ -168,9 +168,4 @@ def assumptions(step: TrainingStep) -> tuple[str, ...]:
     update = "optimizer.step() is part of it" if step.optimizer else "it has no optimizer"
     if step.optimizer and step.gradients_kept:
         update = "optimizer.step() is not part of it, its state is there"
-    return (
-        "one batch of the shapes given",
-        start,
-        update,
-        "outputs are dropped after backward",
-    )
+    return ("one batch of the shapes given", start, update, "outputs are dropped after backward")

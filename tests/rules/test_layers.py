@@ -21,7 +21,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 BASE = {"errors", "units"}
 IR = BASE | {"ir"}
 REBUILD = IR | {"rebuild", "blockgraph"}
-SIMULATOR = REBUILD | {"simulator"}
+SIMULATOR = REBUILD | {"effects", "simulator"}
 SOLVERS = SIMULATOR | {"solvers"}
 PLANNER = SOLVERS | {"planner"}
 DEVICE = REBUILD | {"torch_private", "step", "state", "truth"}
@@ -34,7 +34,8 @@ MAY_IMPORT = {
     "ir": IR,
     "rebuild": IR,
     "blockgraph": IR | {"rebuild"},
-    "simulator": REBUILD,
+    "effects": REBUILD,
+    "simulator": REBUILD | {"effects"},
     "solvers": SOLVERS,
     "planner": PLANNER,
     "reporters": SIMULATOR | {"reporters"},
@@ -61,7 +62,16 @@ TORCH = {
     *("recorder", "profiler", "engines", "models", "integrations"),
     *("verifier", "truth", "fitter", "state", "step", "torch_private", "testing", "api"),
 }
-WITHOUT_TORCH = ("planner", "solvers", "simulator", "rebuild", "blockgraph", "reporters", "ir")
+WITHOUT_TORCH = (
+    "planner",
+    "solvers",
+    "simulator",
+    "rebuild",
+    "blockgraph",
+    "effects",
+    "reporters",
+    "ir",
+)
 
 
 def layer_of(path: Path) -> str:

@@ -46,10 +46,7 @@ def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[t
 
 
 def _tensor_look(tensor: torch.Tensor) -> Any:
-    if tensor.layout is not torch.strided or type(tensor) not in (
-        torch.Tensor,
-        nn.Parameter,
-    ):
+    if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
         raise UncacheableError(type(tensor).__name__)
     return (
         tensor.shape,

@@ -8,12 +8,12 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from leanstep.blockgraph import BlockGraph
+from leanstep.effects import Effect, module_effect, replay_effect
 from leanstep.errors import InputError
 from leanstep.ir import Category, Engine, Profile
 from leanstep.planner.cut import drop_sets
 from leanstep.planner.fingerprint import fingerprint
 from leanstep.rebuild import UnreachableError
-from leanstep.simulator import Effect, module_effect, replay_effect
 
 ENGINES = ("auto", "replay", "module")
 

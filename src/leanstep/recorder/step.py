@@ -15,18 +15,7 @@ from typing import Any
 import torch
 
 from leanstep import torch_private
-from leanstep.ir import (
-    Category,
-    Fact,
-    Graph,
-    ModuleCall,
-    Op,
-    Phase,
-    Save,
-    Storage,
-    Unpack,
-    Value,
-)
+from leanstep.ir import Category, Fact, Graph, ModuleCall, Op, Phase, Save, Storage, Unpack, Value
 from leanstep.recorder.accumulation import EngineSums
 from leanstep.recorder.facts import (
     DrawOrder,
@@ -303,12 +292,7 @@ class StepRecording(torch_private.TorchDispatchMode):
         index = self._stack.pop()
         call = self.calls[index]
         self.calls[index] = ModuleCall(
-            call.path,
-            call.class_name,
-            call.occurrence,
-            call.parent,
-            call.start,
-            len(self.ops),
+            call.path, call.class_name, call.occurrence, call.parent, call.start, len(self.ops)
         )
 
     # The result.
@@ -410,15 +394,7 @@ def _hook(path: str, module: torch.nn.Module, recording: StepRecording) -> tuple
 
 def _with_rise(op: Op, rise_bytes: int) -> Op:
     return Op(
-        op.name,
-        op.phase,
-        op.call,
-        op.source,
-        op.reads,
-        op.writes,
-        rise_bytes,
-        op.cost,
-        op.facts,
+        op.name, op.phase, op.call, op.source, op.reads, op.writes, rise_bytes, op.cost, op.facts
     )
 
 

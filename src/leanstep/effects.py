@@ -1,0 +1,299 @@
+"""What one decision about a block does to the step.
+
+*Shifts*: a storage lives shorter, or is held longer, or lives again from a position of backward
+on. *Replays*: ops inserted before a backward op, with a level of their own. An effect is computed
+for its block alone, from the recorded step and the schedule that the engine follows.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from leanstep.blockgraph import STATISTICS_ARE_OPTIONAL, BlockGraph, births, is_generator
+from leanstep.ir import Category, Decision, Engine, Profile, Unpack
+from leanstep.rebuild import Run, Session
+
+# The state of torch's CPU generator, held for a block whose draws are replayed.
+GENERATOR_BYTES = 5056
+
+# Numbers are tensors of 8 bytes while an op runs, outside the recorder's view: a few for a block.
+NUMBERS_BYTES = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """`nbytes` more (or less) are live at the start of every op p with start <= p < stop."""
+
+    start: int
+    stop: int
+    nbytes: int
+    category: Category
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """An op run again before op `position`.
+
+    `live_bytes` and `peak_bytes` are relative to the level at the start of op `position`.
+    """
+
+    op: int
+    position: int
+    live_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """What one decision does to the step."""
+
+    shifts: tuple[Shift, ...] = ()
+    replays: tuple[Replay, ...] = ()
+
+    def seconds(self, profile: Profile) -> float:
+        """The time of everything that runs again."""
+        return sum(profile.seconds(replay.op) for replay in self.replays)
+
+
+def decision_effect(view: BlockGraph, decision: Decision) -> Effect:
+    """What one decision does."""
+    match decision.engine:
+        case Engine.UNTOUCHED:
+            return Effect()
+        case Engine.REPLAY:
+            return replay_effect(view, view.storages_named(decision.drop))
+        case Engine.MODULE:
+            return module_effect(view)
+
+
+def replay_effect(view: BlockGraph, dropped: Collection[int]) -> Effect:
+    """What it does to the step when a block's storages are dropped and replayed."""
+    if not dropped:
+        return Effect()
+    return _ReplayEffect(view, frozenset(dropped)).effect()
+
+
+class _ReplayEffect:
+    """Follow one program through the recorded backward pass."""
+
+    def __init__(self, view: BlockGraph, dropped: frozenset[int]) -> None:
+        self.view, self.graph, self.dropped = view, view.graph, dropped
+        self.program = view.program(dropped)
+        self.session = Session(self.program)
+        self.shifts: list[Shift] = []
+        self.replays: list[Replay] = []
+        self.born: dict[int, int] = {}
+        self.release: dict[int, int] = {}
+
+    def effect(self) -> Effect:
+        """Walk the events of backward in order."""
+        self._end_early()
+        self._hold_sources()
+        for unpack in self._events():
+            self._answer(unpack)
+        for storage, start in list(self.born.items()):
+            self._end(storage, start, len(self.graph.ops) + 1)
+        return Effect(tuple(self.shifts), tuple(self.replays))
+
+    def _end_early(self) -> None:
+        for number in self.dropped:
+            storage = self.graph.storages[number]
+            self._shift(number, storage.natural_death + 1, storage.death + 1, sign=-1)
+
+    def _hold_sources(self) -> None:
+        # While a call is recorded, the generator's state and what it reads from outside are held;
+        # around each draw the state is looked at.
+        block = self.view.block
+        draws = any(is_generator(self.graph, number) for number in outside_reads(self.view))
+        held = (2 if draws else 1) * GENERATOR_BYTES
+        self.shifts.append(Shift(block.start, block.stop, held, Category.GENERATOR))
+        for number in outside_reads(self.view):
+            self._shift(number, self.graph.storages[number].death + 1, self.view.block.stop)
+        until: dict[int, int] = {}
+        for save in self.view.saves:
+            for source in self.program.sources.get(save.value, ()):
+                until[source.storage] = max(until.get(source.storage, 0), save.release)
+        ends = max(until.values(), default=block.stop)
+        self.shifts.append(Shift(block.start, ends, NUMBERS_BYTES, Category.TEMPORARY))
+        for number, release in until.items():
+            if is_generator(self.graph, number):
+                self._hold_generator(release)
+                continue
+            death = self.graph.storages[number].death
+            if number not in self.view.own_storages:
+                death = max(death, self.view.block.stop - 1)
+            self._shift(number, death + 1, release)
+
+    def _hold_generator(self, release: int) -> None:
+        held = Shift(self.view.block.stop, release, GENERATOR_BYTES, Category.GENERATOR)
+        self.shifts.append(held)
+
+    def _events(self) -> list[Unpack]:
+        """What happens to the dropped saves, in order: a request, or being let go unasked."""
+        own = {
+            index
+            for index in self.view.block.saves
+            if self.graph.saves[index].value.storage in self.dropped
+        }
+        requests = [unpack for unpack in self.graph.unpacks if unpack.save in own]
+        asked = {unpack.save for unpack in requests}
+        unasked = [Unpack(save, self.graph.saves[save].release) for save in own - asked]
+        # Sorting is stable: at one position, what is let go comes before what is asked for.
+        return sorted(unasked + requests, key=lambda unpack: unpack.position)
+
+    def _answer(self, unpack: Unpack) -> None:
+        save = self.graph.saves[unpack.save]
+        is_request = unpack.position < save.release
+        level, steps = 0, []
+        for run in self.session.request(save.value) if is_request else ():
+            rise = self.graph.ops[run.op.index].rise_bytes + self._draw_bytes(run)
+            steps.append((run.op.index, level, level + rise))
+            level += self._after(run, unpack.position)
+        for index, live, peak in steps:
+            self.replays.append(Replay(index, unpack.position, live - level, peak - level))
+        storage = save.value.storage
+        self.release[storage] = max(self.release.get(storage, 0), save.release)
+        if self.session.served(save.value) and storage in self.born:
+            self._end(storage, self.born.pop(storage), self.release.pop(storage))
+
+    def _draw_bytes(self, run: Run) -> int:
+        """The copies of the generator's state that are made around a replayed draw."""
+        for value in run.op.reads:
+            if is_generator(self.graph, value.storage):
+                # The first draw also copies the state that the call began with.
+                return (2 if value.storage in self.born else 3) * GENERATOR_BYTES
+        return 0
+
+    def _after(self, run: Run, position: int) -> int:
+        """Count what an op that ran again leaves behind, and what it lets go."""
+        change = 0
+        for value in run.op.writes:
+            is_new = self.graph.storages[value.storage].birth == run.op.index
+            if is_new or (
+                is_generator(self.graph, value.storage) and value.storage not in self.born
+            ):
+                change += self._nbytes(value.storage)
+                if value.storage in self.born:
+                    # Built anew because its contents had moved past what is asked for.
+                    change -= self._nbytes(value.storage)
+                    self._end(value.storage, self.born[value.storage], position)
+                self.born[value.storage] = position
+        for storage in run.frees:
+            # Autograd may still hold it for a node that has asked already.
+            start, stop = self.born.pop(storage), max(position, self.release.pop(storage, 0))
+            change -= self._nbytes(storage) if stop == position else 0
+            self._end(storage, start, stop)
+        return change
+
+    def _nbytes(self, storage: int) -> int:
+        if is_generator(self.graph, storage):
+            return GENERATOR_BYTES
+        return self.graph.storages[storage].nbytes
+
+    def _end(self, storage: int, start: int, stop: int) -> None:
+        self._shift(storage, start, stop)
+
+    def _shift(self, number: int, start: int, stop: int, sign: int = 1) -> None:
+        nbytes = self._nbytes(number)
+        if start < stop and nbytes:
+            category = self.graph.storages[number].category
+            self.shifts.append(Shift(start, stop, sign * nbytes, category))
+
+
+def module_effect(view: BlockGraph) -> Effect:
+    """What it does to the step when a whole block runs again at its first request."""
+    graph, block = view.graph, view.block
+    if not view.saves:
+        return Effect()
+    first = min(
+        (unpack.position for unpack in graph.unpacks if unpack.save in set(block.saves)),
+        default=len(graph.ops),
+    )
+    # Checkpointing stops early: nothing after the last save runs again.
+    last = max(save.position for save in view.saves)
+    shifts = _module_shifts(view, first, last)
+    held = {save.value.storage for save in view.saves}
+    level, steps = 0, []
+    for index in range(block.start, last):
+        op = graph.ops[index]
+        steps.append((index, level, level + op.rise_bytes))
+        level += sum(graph.storages[s].nbytes for s, _ in births(op, graph, index))
+        level -= _natural_ends(view, index, held)
+    # What was neither saved nor dead when the run stops goes with its frames.
+    end = sum(
+        graph.storages[s].nbytes for s in held if block.start <= graph.storages[s].birth < last
+    )
+    copies = _buffer_bytes(view) + 2 * GENERATOR_BYTES
+    return Effect(
+        shifts,
+        tuple(
+            Replay(index, first, live - end + copies, peak - end + copies)
+            for index, live, peak in steps
+        ),
+    )
+
+
+def _module_shifts(view: BlockGraph, first: int, last: int) -> tuple[Shift, ...]:
+    graph, block = view.graph, view.block
+    release: dict[int, int] = {}
+    for save in view.saves:
+        release[save.value.storage] = max(release.get(save.value.storage, 0), save.release)
+    shifts = []
+    for number, until in release.items():
+        storage = graph.storages[number]
+        if number in view.own_storages:
+            if number in view.saved:
+                early, late = storage.natural_death + 1, storage.death + 1
+                shifts.append(Shift(early, late, -storage.nbytes, storage.category))
+            shifts.append(Shift(first, until, storage.nbytes, storage.category))
+    ends = max(release.values())
+    shifts.append(Shift(block.start, ends, GENERATOR_BYTES, Category.GENERATOR))
+    shifts.append(Shift(block.start, block.stop, _buffer_bytes(view), Category.TEMPORARY))
+    shifts.append(Shift(block.stop, ends, _written_bytes(view), Category.TEMPORARY))
+    for number in outside_reads(view):
+        storage = graph.storages[number]
+        shifts.append(Shift(storage.death + 1, ends, storage.nbytes, storage.category))
+    return tuple(shift for shift in shifts if shift.start < shift.stop and shift.nbytes)
+
+
+def outside_reads(view: BlockGraph) -> set[int]:
+    """The storages a block call reads that were there before it."""
+    block = view.block
+    reads = {
+        value.storage
+        for index in range(block.start, block.stop)
+        for value in view.graph.ops[index].reads
+    }
+    return reads - view.own_storages
+
+
+def _natural_ends(view: BlockGraph, index: int, held: set[int]) -> int:
+    """The bytes that go after an op of the second run, had autograd held nothing of them."""
+    storages = view.graph.storages
+    return sum(
+        storages[number].nbytes
+        for number in view.own_storages
+        if number not in held and storages[number].natural_death == index
+    )
+
+
+def _buffer_bytes(view: BlockGraph) -> int:
+    """The copies of the buffers that are put back after the second run."""
+    storages = view.graph.storages
+    return sum(
+        storages[number].nbytes
+        for number in outside_reads(view)
+        if storages[number].category is Category.BUFFER
+    )
+
+
+def _written_bytes(view: BlockGraph) -> int:
+    """The copies of the buffers that forward writes, kept to start the second run from."""
+    ops = view.graph.ops[view.block.start : view.block.stop]
+    written = {
+        value.storage
+        for op in ops
+        if op.name not in STATISTICS_ARE_OPTIONAL
+        for value in op.writes
+        if view.graph.storages[value.storage].category is Category.BUFFER
+    }
+    return sum(view.graph.storages[number].nbytes for number in written)
