@@ -96,11 +96,11 @@ def fingerprint(model: torch.nn.Module) -> str:
     return f"{name}, {len(parameters)} tensors, {count} parameters"
 
 
-def apply(model: torch.nn.Module, plan: Plan, *, engine: str = "auto") -> engines.Applied:
+def apply(model: torch.nn.Module, plan: Plan) -> engines.Applied:
     """Let a model train as a plan says; `remove()` of what comes back undoes it."""
     refuse_fitted(model)
     refuse_other_model(model, plan)
-    return engines.apply(model, plan, engine=engine)
+    return engines.apply(model, plan)
 
 
 def verify(

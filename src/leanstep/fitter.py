@@ -8,8 +8,8 @@ import torch
 from leanstep import engines, planner
 from leanstep.api import profile_step, refuse_fitted
 from leanstep.engines import Applied
-from leanstep.errors import InputError
 from leanstep.ir import Plan, Profile, Verdict
+from leanstep.planner.options import check_engine
 from leanstep.reporters.terminal import render
 from leanstep.solvers.registry import find_solver
 from leanstep.step import Loss, TrainingStep, make_step
@@ -72,8 +72,7 @@ def fit(
         gradients_kept: plan for gradients alive at the start of the step (accumulation).
     """
     check_budget(budget)
-    if engine not in engines.ENGINES:
-        raise InputError(f"unknown engine {engine!r}: use one of {', '.join(engines.ENGINES)}")
+    check_engine(engine)
     find_solver(solver)
     step = make_step(model, batch, loss, optimizer, gradients_kept=gradients_kept)
     refuse_fitted(model)

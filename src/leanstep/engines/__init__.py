@@ -1,5 +1,4 @@
 """Run a model under a plan: the same forward, with autograd holding less."""
 
-from leanstep.engines.apply import ENGINES as ENGINES
 from leanstep.engines.apply import Applied as Applied
 from leanstep.engines.apply import apply as apply

@@ -1,6 +1,5 @@
 """Apply a plan to a model, and undo it."""
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,8 +10,6 @@ from leanstep.engines.attach import attach, can_attach, detach, is_attached
 from leanstep.engines.runtime import BlockRuntime, Round, SizeWatch
 from leanstep.errors import InputError, PlanError
 from leanstep.ir import Decision, Engine, Plan
-
-ENGINES = ("auto", "replay", "module")
 
 
 class Applied:
@@ -53,12 +50,10 @@ class Applied:
             self.resume()
 
 
-def apply(model: torch.nn.Module, plan: Plan, *, engine: str = "auto") -> Applied:
+def apply(model: torch.nn.Module, plan: Plan) -> Applied:
     """Let a model's blocks run as a plan says."""
-    if engine not in ENGINES:
-        raise InputError(f"unknown engine {engine!r}: use one of {', '.join(ENGINES)}")
     modules = dict(model.named_modules())
-    by_path = _by_path(plan, engine)
+    by_path = _by_path(plan)
     for path, decisions in by_path.items():
         if any(decision.engine is not Engine.UNTOUCHED for decision in decisions):
             _check_block(path, modules)
@@ -72,11 +67,9 @@ def apply(model: torch.nn.Module, plan: Plan, *, engine: str = "auto") -> Applie
     return applied
 
 
-def _by_path(plan: Plan, engine: str) -> dict[str, list[Decision]]:
+def _by_path(plan: Plan) -> dict[str, list[Decision]]:
     by_path: dict[str, list[Decision]] = {}
     for decision in plan.decisions:
-        if engine == "module" and decision.engine is Engine.REPLAY:
-            decision = dataclasses.replace(decision, engine=Engine.MODULE, drop=())
         by_path.setdefault(decision.path, []).append(decision)
     return by_path
 
