@@ -21,8 +21,8 @@ from leanstep.recorder.facts import (
     DrawOrder,
     OpInfo,
     call_facts,
-    named_arguments,
     op_info,
+    tensor_arguments,
     tensors_in,
     written_names,
 )
@@ -150,16 +150,12 @@ class CallRecorder(torch_private.TorchDispatchMode):
     ) -> tuple[list[Value], list[int]]:
         reads: list[Value] = []
         written: dict[int, None] = {}
-        names = written_names(info, args, kwargs)
-        for name, argument in named_arguments(info, args, kwargs):
-            for tensor in tensors_in(argument):
-                if not has_storage(tensor):
-                    continue
-                value = self.value_of(tensor)
-                reads.append(value)
-                if name in names:
-                    self._before_write(value, tensor)
-                    written[value.storage] = None
+        for tensor, is_written in tensor_arguments(info, args, kwargs):
+            value = self.value_of(tensor)
+            reads.append(value)
+            if is_written:
+                self._before_write(value, tensor)
+                written[value.storage] = None
         return reads, list(written)
 
     def value_of(self, tensor: torch.Tensor) -> Value:

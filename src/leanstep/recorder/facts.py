@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from leanstep.ir import Fact
+from leanstep.recorder.values import has_storage
 from leanstep.torch_private import operator_arguments
 
 # These ops write their running statistics although their schema does not say so.
@@ -70,6 +71,17 @@ def written_names(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         return info.written
     named = dict(named_arguments(info, args, kwargs))
     return info.written if named.get("training") else frozenset()
+
+
+def tensor_arguments(
+    info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[torch.Tensor, bool]]:
+    """The plain tensors of a call in order, each with whether the call writes it."""
+    written = written_names(info, args, kwargs)
+    for name, argument in named_arguments(info, args, kwargs):
+        for tensor in tensors_in(argument):
+            if has_storage(tensor):
+                yield tensor, name in written
 
 
 def call_facts(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Fact, ...]:

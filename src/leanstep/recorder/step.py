@@ -10,6 +10,7 @@ count, less the tensors that stand in for autograd's.
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -21,10 +22,9 @@ from leanstep.recorder.facts import (
     DrawOrder,
     OpInfo,
     call_facts,
-    named_arguments,
     op_info,
+    tensor_arguments,
     tensors_in,
-    written_names,
 )
 from leanstep.recorder.signatures import Signatures
 from leanstep.recorder.source import user_source
@@ -146,18 +146,14 @@ class StepRecording(torch_private.TorchDispatchMode):
         """The values an op reads, and the storages among them that it writes."""
         reads: list[Value] = []
         written: dict[int, None] = {}
-        names = written_names(info, args, kwargs)
-        for name, argument in named_arguments(info, args, kwargs):
-            for tensor in tensors_in(argument):
-                if not has_storage(tensor):
-                    continue
-                number = self.book.find(tensor)
-                if number is None:
-                    # Made behind torch's back (from NumPy, say): it was there all along.
-                    number = self._add_storage(tensor, birth=-1)
-                reads.append(self.book.value(number))
-                if name in names:
-                    written[number] = None
+        for tensor, is_written in tensor_arguments(info, args, kwargs):
+            number = self.book.find(tensor)
+            if number is None:
+                # Made behind torch's back (from NumPy, say): it was there all along.
+                number = self._add_storage(tensor, birth=-1)
+            reads.append(self.book.value(number))
+            if is_written:
+                written[number] = None
         return reads, list(written)
 
     def _births(self, out: Any) -> list[Value]:
@@ -301,7 +297,7 @@ class StepRecording(torch_private.TorchDispatchMode):
         """The recording as a frozen graph; call it after the step and outside the mode."""
         rises = iter(self.meter.rises())
         ops = tuple(
-            _with_rise(op, max(0, rise if op.rise_bytes < 0 else op.rise_bytes))
+            dataclasses.replace(op, rise_bytes=max(0, rise if op.rise_bytes < 0 else op.rise_bytes))
             for op, rise in zip(self.ops, rises, strict=True)
         )
         # What autograd still holds at the end belongs to a branch that backward never reached.
@@ -392,11 +388,6 @@ def _hook(path: str, module: torch.nn.Module, recording: StepRecording) -> tuple
     )
 
 
-def _with_rise(op: Op, rise_bytes: int) -> Op:
-    return Op(
-        op.name, op.phase, op.call, op.source, op.reads, op.writes, rise_bytes, op.cost, op.facts
-    )
-
-
 def _draws_on_cpu(out: Any) -> bool:
-    return any(tensor.device.type == "cpu" for tensor in tensors_in(out))
+    # The first output is the result; attention on CUDA also returns its seed, which may lie here.
+    return any(tensor.device.type == "cpu" for tensor in islice(tensors_in(out), 1))
