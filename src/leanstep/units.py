@@ -204,11 +204,6 @@ def format_seconds(seconds: float) -> str:
     return f"{minutes} min {rest} s"
 
 
-def format_ratio(ratio: float) -> str:
-    """Return how many times as much: ``1.30x``."""
-    return f"{ratio:.2f}x"
-
-
 def format_percent(share: float) -> str:
     """Return a share of one as a percentage: 0.346 is ``34.6%``."""
     return f"{share * 100:.1f}%"

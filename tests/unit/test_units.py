@@ -11,7 +11,6 @@ from leanstep.units import (
     format_change,
     format_gib_up,
     format_percent,
-    format_ratio,
     format_seconds,
     parse_budget,
 )
@@ -228,8 +227,7 @@ def test_time_is_written_in_the_unit_that_suits_it(seconds: float, text: str) ->
     assert format_seconds(seconds) == text
 
 
-def test_shares_and_ratios() -> None:
-    assert format_ratio(1.3) == "1.30x"
+def test_shares_and_changes() -> None:
     assert format_percent(0.3456) == "34.6%"
     assert format_change(0.33) == "+33.0%"
     assert format_change(-0.3456) == "-34.6%"
