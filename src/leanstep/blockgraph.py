@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 from leanstep.errors import LeanstepError
-from leanstep.ir import Block, Category, Fact, Graph, Op, Phase, Save, Value
+from leanstep.ir import Block, Category, Fact, Graph, Op, Phase, Save, Unpack, Value
 from leanstep.rebuild import Program, Rerun, UnreachableError, build_program
 
 # Rerun without their running statistics: the output has the same bits, and nothing is written.
@@ -37,6 +37,12 @@ class BlockGraph:
     def saves(self) -> tuple[Save, ...]:
         """The tensors autograd saved inside the call."""
         return tuple(self.graph.saves[index] for index in self.block.saves)
+
+    @functools.cached_property
+    def unpacks(self) -> tuple[Unpack, ...]:
+        """What backward asks for of these, in its order."""
+        own = set(self.block.saves)
+        return tuple(unpack for unpack in self.graph.unpacks if unpack.save in own)
 
     @functools.cached_property
     def reruns(self) -> tuple[Rerun, ...]:

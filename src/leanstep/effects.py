@@ -134,7 +134,7 @@ class _ReplayEffect:
             for index in self.view.block.saves
             if self.graph.saves[index].value.storage in self.dropped
         }
-        requests = [unpack for unpack in self.graph.unpacks if unpack.save in own]
+        requests = [unpack for unpack in self.view.unpacks if unpack.save in own]
         asked = {unpack.save for unpack in requests}
         unasked = [Unpack(save, self.graph.saves[save].release) for save in own - asked]
         # Sorting is stable: at one position, what is let go comes before what is asked for.
@@ -205,7 +205,7 @@ def module_effect(view: BlockGraph) -> Effect:
     if not view.saves:
         return Effect()
     first = min(
-        (unpack.position for unpack in graph.unpacks if unpack.save in set(block.saves)),
+        (unpack.position for unpack in view.unpacks),
         default=len(graph.ops),
     )
     # Checkpointing stops early: nothing after the last save runs again.

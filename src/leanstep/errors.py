@@ -46,6 +46,7 @@ class BudgetError(LeanstepError):
         op: the operation at which that peak stands, as ``aten.addmm``.
         module: the path of the module that runs it, as ``layers.3.mlp``.
         source: the line of the user's code that calls it, as ``model.py:88``.
+        overrides: the user's own rules without which the budget could be met.
     """
 
     exit_code: ClassVar[int] = 3
@@ -55,6 +56,7 @@ class BudgetError(LeanstepError):
     op: Final[str | None]
     module: Final[str | None]
     source: Final[str | None]
+    overrides: Final[tuple[str, ...]]
 
     def __init__(
         self,
@@ -64,18 +66,21 @@ class BudgetError(LeanstepError):
         op: str | None = None,
         module: str | None = None,
         source: str | None = None,
+        overrides: tuple[str, ...] = (),
     ) -> None:
         self.budget_bytes = budget_bytes
         self.floor_bytes = floor_bytes
         self.op = op
         self.module = module
         self.source = source
+        self.overrides = overrides
         super().__init__(self._sentence())
 
     def __reduce__(self) -> tuple[object, ...]:
         # The default hands the message to __init__, so a copy or a pickle between ranks would fail.
         facts = {"op": self.op, "module": self.module, "source": self.source}
-        return _budget_error, (self.budget_bytes, self.floor_bytes, facts), self.__dict__
+        given = (self.budget_bytes, self.floor_bytes, facts, self.overrides)
+        return _budget_error, given, self.__dict__
 
     def _sentence(self) -> str:
         # Imported late: units raises errors of this module.
@@ -83,9 +88,14 @@ class BudgetError(LeanstepError):
 
         budget, floor = format_bytes_apart(self.budget_bytes, self.floor_bytes)
         return (
-            f"no plan fits {budget}: the least reachable peak is {floor}{self._place()}. "
-            f"Raise the budget to {format_budget_up(self.floor_bytes)}, or make the batch smaller."
+            f"no plan fits {budget}{self._blame()}: the least reachable peak is "
+            f"{floor}{self._place()}. Raise the budget to {format_budget_up(self.floor_bytes)}, or "
+            f"{'take the override back' if self.overrides else 'make the batch smaller'}."
         )
+
+    def _blame(self) -> str:
+        """The user's rules that stand in the way."""
+        return f" with the override {', '.join(self.overrides)}" if self.overrides else ""
 
     def _place(self) -> str:
         parts = [self.op and f"at {self.op}", self.module and f"in {self.module}"]
@@ -115,5 +125,10 @@ class MeasureError(LeanstepError):
     exit_code: ClassVar[int] = 6
 
 
-def _budget_error(budget_bytes: int, floor_bytes: int, facts: dict[str, str | None]) -> BudgetError:
-    return BudgetError(budget_bytes, floor_bytes, **facts)
+def _budget_error(
+    budget_bytes: int,
+    floor_bytes: int,
+    facts: dict[str, str | None],
+    overrides: tuple[str, ...],
+) -> BudgetError:
+    return BudgetError(budget_bytes, floor_bytes, **facts, overrides=overrides)

@@ -9,6 +9,7 @@ from leanstep.errors import BudgetError
 from leanstep.ir import Phase, Profile
 from leanstep.planner import plan, plan_in, prepare
 from leanstep.simulator import simulate
+from leanstep.solvers.chain import chain_of
 from leanstep.testing import random_profile
 
 SEEDS = range(24)
@@ -36,7 +37,7 @@ def disordered(seed: int) -> Profile:
 
 
 def test_disorder_makes_the_chain_cautious() -> None:
-    chains = [prepare(disordered(seed)).chain for seed in SEEDS]
+    chains = [chain_of(prepare(disordered(seed)).problem) for seed in SEEDS]
 
     assert any(chain.slack_bytes(0) > 0 for chain in chains)
 
@@ -46,11 +47,12 @@ def test_level_of_the_solver_is_never_below_the_exact_one(seed: int) -> None:
     space = prepare(disordered(seed))
     draw = random.Random(seed)
 
+    chain = chain_of(space.problem)
+
     for _ in range(50):
-        selection = tuple(draw.randrange(len(call)) for call in space.options)
-        exact = space.chain.peak_bytes(selection)
-        cautious = space.chain.problem.peak_bytes(selection)
-        assert exact <= cautious <= exact + space.chain.slack_bytes(0)
+        selection = tuple(draw.randrange(len(link.places)) for link in chain.links)
+        exact = space.problem.peak_bytes(chain.picks(space.problem, selection))
+        assert exact <= chain.peak_bytes(selection) <= exact + chain.slack_bytes(0)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

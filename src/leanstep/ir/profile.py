@@ -27,7 +27,8 @@ class Profile:
     `step_seconds` is the untouched step's time on the device. `other_bytes` is what else was
     allocated there and stays; `slack_bytes` what the allocator was seen to need beyond the ops'
     account (its rounding, what is allocated outside every op). `gradients_kept` says that
-    gradients were alive at the step's start.
+    gradients were alive at the step's start. `marks` are the modules that the user wants kept or
+    recomputed, by path.
     """
 
     graph: Graph = field(repr=False)
@@ -41,6 +42,7 @@ class Profile:
     model: str
     slack_bytes: int = 0
     gradients_kept: bool = False
+    marks: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
 
     def seconds(self, op_index: int) -> float:

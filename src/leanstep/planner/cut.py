@@ -1,17 +1,15 @@
-"""Inside one block call: which saved storages are worth dropping, at every price of a byte.
+"""Which storages are worth dropping at every price of a byte: minimum cuts.
 
-A dropped storage needs certain ops to run again: those between it and the nearest values that are
-there in backward anyway. Every candidate is there in backward, kept or rebuilt, so an op that reads
-one asks for nothing more; only values that autograd does not save pull further ops in. At a price
-per byte, the best set to drop is a project selection: each storage earns its bytes, each op costs
-its seconds once, a storage requires its ops. That is a minimum cut (Picard 1976), and the sets for
-rising prices grow. The prices that matter are found by halving from the two ends: drop nothing,
-drop all. Between two neighbours on that hull, storages are added one by one, cheapest first.
+At a price per byte, the best set to drop is a project selection: each storage earns its bytes, each
+op costs its seconds once, a storage requires its ops. That is a minimum cut (Picard 1976), and the
+sets for rising prices grow. The prices that matter are found by halving from the two ends: drop
+nothing, drop all. Between two neighbours on that hull, storages are added one by one, cheapest
+first.
 """
 
 import itertools
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -57,16 +55,22 @@ class Projects:
         return freed - sum(self.held_bytes[source] for source in held)
 
 
-def drop_sets(
-    profile: Profile, view: BlockGraph, droppable: Collection[int]
-) -> list[frozenset[int]]:
-    """The sets of storages worth dropping, from few bytes to all; without the empty set."""
-    projects = find_projects(profile, view, droppable)
-    nothing = frozenset[int]()
-    everything = frozenset(range(len(projects.storages)))
-    chain = [nothing, *_between(projects, nothing, everything, MOST_HULL_SETS), everything]
-    sets = _filled(projects, chain)
-    return [frozenset(projects.storages[place] for place in chosen) for chosen in sets if chosen]
+def hull_sets(projects: Projects, part: Sequence[int]) -> list[frozenset[int]]:
+    """The sets of places worth dropping among some, from none to all."""
+    alone = _only(projects, part)
+    nothing, everything = frozenset[int](), frozenset(range(len(part)))
+    chain = [nothing, *_between(alone, nothing, everything, MOST_HULL_SETS), everything]
+    return [frozenset(part[place] for place in chosen) for chosen in _filled(alone, chain)]
+
+
+def _only(projects: Projects, part: Sequence[int]) -> Projects:
+    return replace(
+        projects,
+        storages=tuple(projects.storages[place] for place in part),
+        freed_bytes=tuple(projects.freed_bytes[place] for place in part),
+        required=tuple(projects.required[place] for place in part),
+        held=tuple(projects.held[place] for place in part),
+    )
 
 
 def find_projects(profile: Profile, view: BlockGraph, droppable: Collection[int]) -> Projects:

@@ -1,16 +1,58 @@
 """What makes two block calls equal for planning: solve one, copy the answer to the others.
 
-Storages are numbered by their first appearance in the call, ops count from its start. Everything
-that the search inside a block reads is in the fingerprint, so equal fingerprints have equal
-answers. What a decision does to the whole step is still computed for each call: the positions in
-backward differ.
+Storages are numbered by their first appearance in the call. Positions of forward count from the
+call's start, positions of backward from its first request. Everything that the search inside a
+block and the simulation of its options read is in the fingerprint, so equal fingerprints have equal
+answers, moved along by two distances.
 """
 
 from collections.abc import Hashable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from leanstep.blockgraph import BlockGraph
-from leanstep.ir import Op, Value
+from leanstep.ir import Op, Phase, Value
 from leanstep.planner.cut import is_gone_in_backward
+
+Positions = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Where a call lies in the step: what its positions are counted from."""
+
+    start: int
+    first: int
+    turn: int
+    end: int
+
+    def relative(self, position: int) -> tuple[str, int]:
+        """A position as every equal call sees it."""
+        if position < self.turn:
+            return "forward", position - self.start
+        if position < self.end:
+            return "backward", position - self.first
+        return "end", position - self.end
+
+    def moved(self, positions: Positions, to: "Frame") -> Positions:
+        """The same positions for an equal call."""
+        ahead = np.where(positions < self.turn, to.start - self.start, to.first - self.first)
+        there: Positions = positions + np.where(positions < self.end, ahead, 0)
+        return there
+
+
+def frame_of(view: BlockGraph, turn: int) -> Frame:
+    """The frame of a call; `turn` is the first position of backward."""
+    end = len(view.graph.ops)
+    asked = (unpack.position for unpack in view.unpacks)
+    return Frame(view.block.start, min(asked, default=end), turn, end)
+
+
+def turning_point(ops: tuple[Op, ...]) -> int:
+    """The position where backward begins."""
+    return next((i for i, op in enumerate(ops) if op.phase is not Phase.FORWARD), len(ops))
 
 
 class _Numbers(dict[int, tuple[int, int]]):
@@ -25,17 +67,25 @@ class _Numbers(dict[int, tuple[int, int]]):
         return number, value.version - first
 
 
-def fingerprint(view: BlockGraph) -> Hashable:
+def fingerprint(view: BlockGraph, frame: Frame) -> Hashable:
     """Return a key that equal block calls share."""
     numbers = _Numbers()
     graph, block = view.graph, view.block
     ops = tuple(_op(op, numbers) for op in graph.ops[block.start : block.stop])
-    saves = tuple(numbers.of(save.value) for save in view.saves)
-    storages = tuple(_storage(view, number) for number in numbers)
+    saves = tuple(
+        (numbers.of(save.value), frame.relative(save.position), frame.relative(save.release))
+        for save in view.saves
+    )
+    order = {save: place for place, save in enumerate(block.saves)}
+    unpacks = tuple(
+        (order[unpack.save], frame.relative(unpack.position)) for unpack in view.unpacks
+    )
+    storages = tuple(_storage(view, number, frame) for number in numbers)
     there = view.available(())
     reads = {value for op in graph.ops[block.start : block.stop] for value in op.reads}
     available = frozenset(numbers.of(value) for value in reads if value in there)
-    return ops, saves, storages, available
+    candidates = frozenset(numbers[number] for number in view.candidates)
+    return ops, saves, unpacks, storages, available, candidates, block.stop - block.start
 
 
 def _op(op: Op, numbers: _Numbers) -> Hashable:
@@ -49,9 +99,12 @@ def _op(op: Op, numbers: _Numbers) -> Hashable:
     )
 
 
-def _storage(view: BlockGraph, number: int) -> Hashable:
+def _storage(view: BlockGraph, number: int, frame: Frame) -> Hashable:
     storage = view.graph.storages[number]
     if number in view.own_storages:
-        is_saved = number in view.saved
-        return storage.nbytes, is_saved, is_saved and storage.natural_death < storage.death
-    return storage.nbytes, is_gone_in_backward(view, number)
+        ends = frame.relative(storage.natural_death), frame.relative(storage.death)
+        return storage.nbytes, storage.category, number in view.saved, *ends
+    # Of what outlives the call it does not matter how long it lives.
+    last = max((save.release for save in view.saves), default=view.block.stop)
+    death = frame.relative(storage.death) if storage.death < last else None
+    return storage.nbytes, storage.category, is_gone_in_backward(view, number), death

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from leanstep.blockgraph import BlockGraph
+from leanstep.effects import Effect
 from leanstep.ir import Decision, Engine, Plan, Profile, Timeline
 from leanstep.planner.options import Option
 from leanstep.simulator import peak_op, static_bytes, timeline
@@ -23,7 +24,8 @@ def lower(
 
     `stuck` are the calls that save something and have no option but to be left untouched.
     """
-    line = timeline(profile, [option.effect for option in picked])
+    line = timeline(profile, effects(views, picked))
+    extra_seconds = sum(option.seconds for option in picked)
     return Plan(
         solver=solver,
         budget_bytes=budget_bytes,
@@ -31,8 +33,8 @@ def lower(
         unplanned_peak_bytes=profile.peak_bytes,
         movable_bytes=max(0, line.peak_bytes - static_bytes(profile)),
         step_seconds=profile.step_seconds,
-        extra_seconds=sum(option.seconds for option in picked),
-        bound_seconds=bound_seconds,
+        extra_seconds=extra_seconds,
+        bound_seconds=min(bound_seconds, extra_seconds),
         decisions=tuple(
             _decision(view, option, is_stuck=view in stuck)
             for view, option in zip(views, picked, strict=True)
@@ -41,6 +43,11 @@ def lower(
         torch_version=profile.torch_version,
         notes=(_peak_note(profile, line), *_stuck_notes(stuck)),
     )
+
+
+def effects(views: Sequence[BlockGraph], picked: Sequence[Option]) -> list[Effect]:
+    """What each pick does to the step."""
+    return [option.effect(view) for view, option in zip(views, picked, strict=True)]
 
 
 def _decision(view: BlockGraph, option: Option, *, is_stuck: bool) -> Decision:
@@ -52,8 +59,10 @@ def _decision(view: BlockGraph, option: Option, *, is_stuck: bool) -> Decision:
         occurrence=view.block.occurrence,
         children=view.block.children,
         engine=option.engine,
-        drop=tuple(view.storage_key(number) for number in option.dropped) if is_replayed else (),
-        kept_bytes=sum(storages[number].nbytes for number in held - set(option.dropped)),
+        drop=tuple(view.storage_key(number) for number in sorted(option.dropped))
+        if is_replayed
+        else (),
+        kept_bytes=sum(storages[number].nbytes for number in held - option.dropped),
         dropped_bytes=sum(storages[number].nbytes for number in option.dropped),
         extra_seconds=option.seconds,
         why="nothing in it can be dropped" if is_stuck else _why(option, len(held)),

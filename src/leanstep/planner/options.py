@@ -1,18 +1,21 @@
 """The options of each block call: what it may drop, and what each of these does to the step.
 
-The sets come from the cut inside the block, found once for equal blocks; their effect on the step
-comes from the simulator, for every call.
+The sets come from the search inside the block, their effects from the simulator; both are worked
+out once for equal calls and moved along to the others.
 """
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from leanstep.blockgraph import BlockGraph
 from leanstep.effects import Effect, module_effect, replay_effect
 from leanstep.errors import InputError
 from leanstep.ir import Category, Engine, Profile
-from leanstep.planner.cut import drop_sets
-from leanstep.planner.fingerprint import fingerprint
+from leanstep.planner.fingerprint import Frame, Positions, fingerprint, frame_of, turning_point
+from leanstep.planner.inside import drop_sets
+from leanstep.planner.overrides import Rule, Wishes, wishes
 from leanstep.rebuild import UnreachableError
 
 ENGINES = ("auto", "replay", "module")
@@ -22,22 +25,49 @@ ENGINES = ("auto", "replay", "module")
 REGION_SECONDS = 20e-6
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Option:
-    """One way to run a block call; `seconds` is what it adds to the step."""
+    """One way to run a block call; `seconds` is what it adds to the step.
+
+    The arrays are its effect in numbers: bytes that are added from one position to another, and
+    the tops of replays above the level at their positions.
+    """
 
     engine: Engine
-    dropped: tuple[int, ...]
+    dropped: frozenset[int]
     seconds: float
-    effect: Effect
+    num_replays: int = 0
+    shift_starts: Positions = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    shift_stops: Positions = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    shift_bytes: Positions = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    replay_positions: Positions = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    replay_bytes: Positions = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
-    @property
-    def num_replays(self) -> int:
-        """How many ops run again."""
-        return len(self.effect.replays)
+    def effect(self, view: BlockGraph) -> Effect:
+        """What the option does to the step, op by op."""
+        match self.engine:
+            case Engine.UNTOUCHED:
+                return Effect()
+            case Engine.REPLAY:
+                return replay_effect(view, self.dropped)
+            case Engine.MODULE:
+                return module_effect(view)
 
 
-UNTOUCHED = Option(Engine.UNTOUCHED, (), 0.0, Effect())
+UNTOUCHED = Option(Engine.UNTOUCHED, frozenset(), 0.0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CallOptions:
+    """The options of one call: the first keeps all it may, the last drops all it may.
+
+    `droppable` may be dropped in any combination that contains `forced`; `drop` simulates one.
+    """
+
+    options: tuple[Option, ...]
+    droppable: frozenset[int]
+    forced: frozenset[int]
+    drop: Callable[[frozenset[int]], Option | None]
 
 
 def check_engine(engine: str) -> None:
@@ -47,23 +77,23 @@ def check_engine(engine: str) -> None:
 
 
 def find_options(
-    profile: Profile, views: Sequence[BlockGraph], engine: str
-) -> tuple[tuple[Option, ...], ...]:
-    """The options of every call: the first keeps everything, the last drops all it can."""
+    profile: Profile, views: Sequence[BlockGraph], engine: str, rules: Sequence[Rule] = ()
+) -> tuple[CallOptions, ...]:
+    """The options of every call."""
     check_engine(engine)
     borders = read_by_others(views)
-    if engine == "module":
-        return tuple((UNTOUCHED, *_by_module(profile, view, borders)) for view in views)
-    known: dict[Hashable, tuple[tuple[str, ...], ...]] = {}
+    turn = turning_point(profile.graph.ops)
+    known: dict[Hashable, tuple[BlockGraph, Frame, CallOptions]] = {}
     found = []
     for view in views:
-        key = (fingerprint(view), _border_keys(view, borders))
+        wished = wishes(view, rules)
+        frame = frame_of(view, turn)
+        key = _key(view, frame, borders, wished)
         if key not in known:
-            known[key] = _named_sets(profile, view, borders)
-        options = [*_by_replay(profile, view, known[key])]
-        if not options and engine == "auto":
-            options = [*_by_module(profile, view, borders)]
-        found.append((UNTOUCHED, *options))
+            known[key] = view, frame, _call_options(profile, view, borders, wished, engine)
+            found.append(known[key][2])
+        else:
+            found.append(_moved(profile, *known[key], view, frame))
     return tuple(found)
 
 
@@ -83,36 +113,65 @@ def read_by_others(views: Sequence[BlockGraph]) -> frozenset[int]:
     )
 
 
-def _border_keys(view: BlockGraph, borders: frozenset[int]) -> tuple[str, ...]:
-    return tuple(sorted(view.storage_key(number) for number in borders.intersection(view.saved)))
+def _key(view: BlockGraph, frame: Frame, borders: frozenset[int], wished: Wishes) -> Hashable:
+    named = (borders.intersection(view.saved), wished.keep, wished.recompute)
+    names = tuple(tuple(sorted(view.storage_key(n) for n in numbers)) for numbers in named)
+    return fingerprint(view, frame), names
 
 
-def _named_sets(
-    profile: Profile, view: BlockGraph, borders: frozenset[int]
-) -> tuple[tuple[str, ...], ...]:
-    """The sets worth dropping, by names that hold in every equal call."""
-    droppable = frozenset(view.candidates) - borders
-    if not droppable:
-        return ()
-    sets = drop_sets(profile, view, droppable)
-    return tuple(tuple(view.storage_key(number) for number in sorted(chosen)) for chosen in sets)
+def _call_options(
+    profile: Profile, view: BlockGraph, borders: frozenset[int], wished: Wishes, engine: str
+) -> CallOptions:
+    droppable = frozenset(view.candidates) - borders - wished.keep
+    if engine != "module" and droppable:
+        found = _by_replay(profile, view, droppable, droppable & wished.recompute)
+        if len(found.options) > 1 or found.forced:
+            return found
+    if engine == "replay":
+        return _alone(UNTOUCHED)
+    return _by_module(profile, view, borders, wished)
+
+
+def _alone(option: Option) -> CallOptions:
+    return CallOptions((option,), frozenset(), frozenset(), lambda dropped: option)
 
 
 def _by_replay(
-    profile: Profile, view: BlockGraph, sets: Iterable[tuple[str, ...]]
-) -> Iterable[Option]:
-    for names in sets:
-        dropped = view.storages_named(names)
-        try:
-            effect = replay_effect(view, dropped)
-        except UnreachableError:
-            continue
-        yield _option(profile, Engine.REPLAY, dropped, effect)
+    profile: Profile, view: BlockGraph, droppable: frozenset[int], forced: frozenset[int]
+) -> CallOptions:
+    def drop(dropped: frozenset[int]) -> Option | None:
+        return _replayed(profile, view, (dropped & droppable) | forced)
+
+    sets = [forced, *(chosen | forced for chosen in drop_sets(profile, view, droppable))]
+    options = filter(None, (drop(chosen) for chosen in dict.fromkeys(sets)))
+    return CallOptions(tuple(options) or (UNTOUCHED,), droppable, forced, drop)
 
 
-def _by_module(profile: Profile, view: BlockGraph, borders: frozenset[int]) -> Iterable[Option]:
-    if view.saved and borders.isdisjoint(view.saved) and not _writes_outside(view):
-        yield _option(profile, Engine.MODULE, view.saved, module_effect(view))
+def _replayed(profile: Profile, view: BlockGraph, dropped: frozenset[int]) -> Option | None:
+    if not dropped:
+        return UNTOUCHED
+    try:
+        effect = replay_effect(view, dropped)
+    except UnreachableError:
+        return None
+    return _option(profile, Engine.REPLAY, dropped, effect)
+
+
+def _by_module(
+    profile: Profile, view: BlockGraph, borders: frozenset[int], wished: Wishes
+) -> CallOptions:
+    may_run_again = borders.isdisjoint(view.saved) and wished.keep.isdisjoint(view.saved)
+    if not view.saved or not may_run_again or _writes_outside(view):
+        return _alone(UNTOUCHED)
+    whole = _option(profile, Engine.MODULE, view.saved, module_effect(view))
+    if wished.recompute.intersection(view.saved):
+        return _alone(whole)
+    everything = frozenset(view.saved)
+
+    def drop(dropped: frozenset[int]) -> Option | None:
+        return {frozenset(): UNTOUCHED, everything: whole}.get(dropped)
+
+    return CallOptions((UNTOUCHED, whole), everything, frozenset(), drop)
 
 
 def _writes_outside(view: BlockGraph) -> bool:
@@ -127,7 +186,58 @@ def _writes_outside(view: BlockGraph) -> bool:
     )
 
 
-def _option(profile: Profile, engine: Engine, dropped: Collection[int], effect: Effect) -> Option:
+def _option(profile: Profile, engine: Engine, dropped: Iterable[int], effect: Effect) -> Option:
     num_regions = max(1, len({replay.position for replay in effect.replays}))
-    seconds = effect.seconds(profile) + num_regions * REGION_SECONDS
-    return Option(engine, tuple(sorted(dropped)), seconds, effect)
+    return Option(
+        engine=engine,
+        dropped=frozenset(dropped),
+        seconds=effect.seconds(profile) + num_regions * REGION_SECONDS,
+        num_replays=len(effect.replays),
+        shift_starts=_numbers(shift.start for shift in effect.shifts),
+        shift_stops=_numbers(shift.stop for shift in effect.shifts),
+        shift_bytes=_numbers(shift.nbytes for shift in effect.shifts),
+        replay_positions=_numbers(replay.position for replay in effect.replays),
+        replay_bytes=_numbers(replay.peak_bytes for replay in effect.replays),
+    )
+
+
+def _numbers(numbers: Iterable[int]) -> Positions:
+    return np.array(list(numbers), dtype=np.int64)
+
+
+def _moved(
+    profile: Profile,
+    origin: BlockGraph,
+    frame: Frame,
+    known: CallOptions,
+    view: BlockGraph,
+    to: Frame,
+) -> CallOptions:
+    """The options of a call for another one that is equal."""
+    names = {number: origin.storage_key(number) for number in origin.own_storages}
+    numbers = {view.storage_key(number): number for number in view.own_storages}
+
+    def there(dropped: Collection[int]) -> frozenset[int]:
+        return frozenset(numbers[names[number]] for number in dropped)
+
+    def moved(option: Option) -> Option:
+        return Option(
+            engine=option.engine,
+            dropped=there(option.dropped),
+            seconds=option.seconds,
+            num_replays=option.num_replays,
+            shift_starts=frame.moved(option.shift_starts, to),
+            shift_stops=frame.moved(option.shift_stops, to),
+            shift_bytes=option.shift_bytes,
+            replay_positions=frame.moved(option.replay_positions, to),
+            replay_bytes=option.replay_bytes,
+        )
+
+    droppable, forced = there(known.droppable), there(known.forced)
+
+    def drop(dropped: frozenset[int]) -> Option | None:
+        back = {number: other for other in known.droppable for number in there([other])}
+        option = known.drop(frozenset(back[number] for number in dropped))
+        return None if option is None else moved(option)
+
+    return CallOptions(tuple(moved(option) for option in known.options), droppable, forced, drop)

@@ -6,4 +6,3 @@ from leanstep.solvers.base import Problem as Problem
 from leanstep.solvers.base import Solution as Solution
 from leanstep.solvers.base import Solver as Solver
 from leanstep.solvers.registry import find_solver as find_solver
-from leanstep.solvers.relaxation import relax as relax

@@ -11,13 +11,12 @@ class KeepAll:
 
     name: str = "keep_all"
 
-    def solve(self, problem: Problem) -> Solution:
+    def solve(self, problem: Problem, budget_bytes: int) -> Solution:
         """Keep everything if that fits."""
-        solution = self.lowest(problem)
-        if problem.peak_bytes(solution.selection) > problem.budget_bytes:
+        if problem.peak_bytes(problem.kept) > budget_bytes:
             return Solution(Outcome.NOT_FOUND)
-        return solution
+        return self.lowest(problem)
 
     def lowest(self, problem: Problem) -> Solution:
         """Keep everything."""
-        return Solution(Outcome.FEASIBLE, (0,) * len(problem.calls))
+        return Solution(Outcome.FEASIBLE, problem.kept)

@@ -1,7 +1,7 @@
 """The linear relaxation of the choice of options: a lower bound, and prices that prune.
 
 Calls may mix their choices. One row a gap: freed bytes of the open calls >= gap - budget; one row
-a call: freed bytes of the calls before it >= its mixed inside bytes - budget. Least seconds by
+a call: freed bytes of the calls before it >= its mixed inside bytes - budget. Least time by
 HiGHS. The multipliers of the rows say what a freed byte is worth at each place of the chain; any
 multipliers give a valid bound for the rest of the chain (Lagrange), these the best one.
 """
@@ -12,75 +12,75 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import linprog
 
-from leanstep.solvers.base import Problem
+from leanstep.solvers.chain import Chain
 
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Relaxation:
-    """The least seconds of the mixed problem, and the price of a byte in each row."""
+    """The least picoseconds of the mixed problem, and the price of a byte in each row."""
 
-    bound_seconds: float
+    bound_picoseconds: float
     gap_prices: Floats
     inside_prices: Floats
 
 
-def relax(problem: Problem) -> Relaxation | None:
+def relax(chain: Chain, budget_bytes: int) -> Relaxation | None:
     """Solve the relaxation; None where even mixing does not fit."""
-    num_calls = len(problem.calls)
+    num_calls = len(chain.links)
     if num_calls == 0:
         return Relaxation(0.0, np.zeros(1), np.zeros(0))
-    seconds = np.array([c.seconds for choices in problem.calls for c in choices])
-    rows, needs = _rows(problem)
-    # HiGHS wants numbers near one: bytes and seconds are 1e9 and 1e-3.
-    time_scale, byte_scale = max(seconds.max(), 1e-12), max(np.abs(rows).max(), 1.0)
+    times = np.concatenate([link.picoseconds for link in chain.links]).astype(float)
+    rows, needs = _rows(chain, budget_bytes)
+    # HiGHS wants numbers near one: bytes are 1e9, picoseconds too.
+    time_scale, byte_scale = max(times.max(), 1.0), max(np.abs(rows).max(), 1.0)
     answer = linprog(
-        seconds / time_scale,
+        times / time_scale,
         A_ub=-rows / byte_scale,
         b_ub=-needs / byte_scale,
-        A_eq=_one_choice_each(problem),
+        A_eq=_one_choice_each(chain),
         b_eq=np.ones(num_calls),
-        bounds=_ranges(problem),
+        bounds=_ranges(chain, budget_bytes),
         method="highs",
     )
     if not answer.success or answer.fun is None:
         return None
     prices = np.maximum(0.0, -answer.ineqlin.marginals) * (time_scale / byte_scale)
     return Relaxation(
-        bound_seconds=max(0.0, answer.fun * time_scale),
+        bound_picoseconds=max(0.0, answer.fun * time_scale),
         gap_prices=prices[: num_calls + 1],
         inside_prices=prices[num_calls + 1 :],
     )
 
 
-def _rows(problem: Problem) -> tuple[Floats, Floats]:
+def _call_of(chain: Chain) -> npt.NDArray[np.intp]:
+    return np.repeat(np.arange(len(chain.links)), [len(link.places) for link in chain.links])
+
+
+def _rows(chain: Chain, budget_bytes: int) -> tuple[Floats, Floats]:
     """The rows `freed - mixed inside >= need`: gaps first, then calls."""
-    freed = np.array([c.freed_bytes for choices in problem.calls for c in choices], dtype=float)
-    inside = np.array([c.inside_bytes for choices in problem.calls for c in choices], dtype=float)
-    call_of = np.repeat(np.arange(len(problem.calls)), [len(c) for c in problem.calls])
-    order = np.arange(len(problem.calls) + 1)
+    freed = np.concatenate([link.freed for link in chain.links]).astype(float)
+    inside = np.concatenate([link.inside for link in chain.links]).astype(float)
+    call_of, order = _call_of(chain), np.arange(len(chain.links) + 1)
     gaps = np.where(call_of[None, :] < order[:, None], freed[None, :], 0.0)
     insides = gaps[:-1] - np.where(call_of[None, :] == order[:-1, None], inside[None, :], 0.0)
-    gap_needs = np.array(problem.gap_bytes, dtype=float) - problem.budget_bytes
-    inside_needs = np.full(len(problem.calls), -float(problem.budget_bytes))
+    gap_needs = chain.gaps.astype(float) - budget_bytes
+    inside_needs = np.full(len(chain.links), -float(budget_bytes))
     return np.vstack([gaps, insides]), np.concatenate([gap_needs, inside_needs])
 
 
-def _ranges(problem: Problem) -> list[tuple[float, float]]:
+def _ranges(chain: Chain, budget_bytes: int) -> list[tuple[float, float]]:
     """What share each choice may have: none where it fits after no selection at all."""
     ranges: list[tuple[float, float]] = []
     most_freed = 0
-    for choices in problem.calls:
-        for choice in choices:
-            fits = choice.inside_bytes - most_freed <= problem.budget_bytes
-            ranges.append((0.0, 1.0 if fits else 0.0))
-        most_freed += max(choice.freed_bytes for choice in choices)
+    for link in chain.links:
+        fits = link.inside - most_freed <= budget_bytes
+        ranges.extend((0.0, float(share)) for share in fits)
+        most_freed += int(link.freed.max())
     return ranges
 
 
-def _one_choice_each(problem: Problem) -> Floats:
-    sizes = [len(choices) for choices in problem.calls]
-    call_of = np.repeat(np.arange(len(sizes)), sizes)
-    rows: Floats = (call_of[None, :] == np.arange(len(sizes))[:, None]).astype(float)
+def _one_choice_each(chain: Chain) -> Floats:
+    rows: Floats = (_call_of(chain)[None, :] == np.arange(len(chain.links))[:, None]).astype(float)
     return rows

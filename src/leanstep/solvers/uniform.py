@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from leanstep.solvers.base import Outcome, Problem, Solution
+from leanstep.solvers.base import Choice, Outcome, Problem, Solution
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,16 +11,16 @@ class Uniform:
     """Drop all that can be dropped in evenly spaced calls.
 
     Tries 0, 1, 2, ... calls and stops at the first number that fits; costs one evaluation of the
-    chain for each. Knows nothing of what a call costs.
+    step for each. Knows nothing of what a call costs.
     """
 
     name: str = "uniform"
 
-    def solve(self, problem: Problem) -> Solution:
+    def solve(self, problem: Problem, budget_bytes: int) -> Solution:
         """Use the smallest number of recomputed calls that fits."""
-        for selection in _selections(problem):
-            if problem.peak_bytes(selection) <= problem.budget_bytes:
-                return Solution(Outcome.FEASIBLE, selection)
+        for picks in _selections(problem):
+            if problem.peak_bytes(picks) <= budget_bytes:
+                return Solution(Outcome.FEASIBLE, picks)
         return Solution(Outcome.NOT_FOUND)
 
     def lowest(self, problem: Problem) -> Solution:
@@ -28,18 +28,17 @@ class Uniform:
         return Solution(Outcome.FEASIBLE, min(_selections(problem), key=problem.peak_bytes))
 
 
-def _selections(problem: Problem) -> Iterator[tuple[int, ...]]:
+def _selections(problem: Problem) -> Iterator[tuple[Choice, ...]]:
     """Selections of growing cost. A call with one choice has nothing to drop and is passed over."""
-    able = [index for index, choices in enumerate(problem.calls) if len(choices) > 1]
+    able = [index for index, call in enumerate(problem.calls) if len(call.choices) > 1]
     slowest = -1.0
     for count in range(len(able) + 1):
         dropped = {able[(2 * place + 1) * len(able) // (2 * count)] for place in range(count)}
-        selection = tuple(
-            len(choices) - 1 if index in dropped else 0
-            for index, choices in enumerate(problem.calls)
+        picks = tuple(
+            call.choices[-1 if index in dropped else 0] for index, call in enumerate(problem.calls)
         )
         # Blocks differ: one more of them at other places can be faster, and budgets would not be
         # monotone if a slower selection were offered first.
-        if problem.seconds(selection) > slowest:
-            slowest = problem.seconds(selection)
-            yield selection
+        if problem.seconds(picks) > slowest:
+            slowest = problem.seconds(picks)
+            yield picks

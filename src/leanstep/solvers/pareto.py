@@ -1,0 +1,207 @@
+"""The exact answer on a chain, by a Pareto-list dynamic program.
+
+A state after some calls is (bytes freed so far, time so far). Everything that comes later asks
+only for enough freed bytes, so a state that frees no more and takes no less time than another can
+go: no answer is lost. A state also goes when what it freed cannot suffice for the rest, or when
+its time and a Lagrangian bound for the rest exceed a plan that is already known. Freed bytes above
+what the rest can ever need count as equal, so equal blocks merge.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from leanstep.solvers.base import Bytes
+from leanstep.solvers.chain import Chain
+from leanstep.solvers.relaxation import Relaxation, relax
+
+# The first, thinned pass keeps this many states a call: enough for a plan near the optimum.
+THINNED_STATES = 48
+
+Selection = tuple[int, ...]
+
+
+def fastest(chain: Chain, budget_bytes: int) -> Selection | None:
+    """The selection with the least time, and of those the lowest peak; None if none fits."""
+    if _required(chain, budget_bytes)[0] > 0:
+        return None
+    relaxation = relax(chain, budget_bytes)
+    best = _least_time(chain, budget_bytes, relaxation)
+    return _lowered(chain, best, relaxation)
+
+
+def lowest_peak_bytes(chain: Chain) -> int:
+    """The lowest level that any selection reaches."""
+    high = chain.peak_bytes([0] * len(chain.links))
+    return _least(lambda budget_bytes: _required(chain, budget_bytes)[0] <= 0, 0, high)
+
+
+def picoseconds(chain: Chain, selection: Sequence[int]) -> int:
+    """The time of a selection."""
+    pairs = zip(chain.links, selection, strict=True)
+    return sum(int(link.picoseconds[place]) for link, place in pairs)
+
+
+def _least(holds: Callable[[int], bool], low: int, high: int) -> int:
+    """The least number in a range for which a monotone claim holds; it holds for the highest."""
+    while low < high:
+        middle = (low + high) // 2
+        if holds(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _least_time(chain: Chain, budget_bytes: int, relaxation: Relaxation | None) -> Selection:
+    thinned = _walk(chain, budget_bytes, relaxation, limit=None, most_states=THINNED_STATES)
+    limit = None if thinned is None else picoseconds(chain, thinned)
+    best = _walk(chain, budget_bytes, relaxation, limit=limit, most_states=None)
+    assert best is not None, "the chain can be completed, so a walk must end"
+    return best
+
+
+def _lowered(chain: Chain, best: Selection, relaxation: Relaxation | None) -> Selection:
+    """The selection with the lowest peak that takes no more time."""
+    found, limit = {"best": best}, picoseconds(chain, best)
+
+    def fits(budget_bytes: int) -> bool:
+        if budget_bytes >= chain.peak_bytes(found["best"]):
+            return True
+        if _required(chain, budget_bytes)[0] > 0:
+            return False
+        selection = _walk(chain, budget_bytes, relaxation, limit=limit, most_states=None)
+        if selection is None:
+            return False
+        found["best"] = selection
+        return True
+
+    _least(fits, 0, chain.peak_bytes(best))
+    return found["best"]
+
+
+def _required(chain: Chain, budget_bytes: int) -> list[int]:
+    """The freed bytes after each number of calls without which the rest cannot fit."""
+    required = [int(chain.gaps[-1]) - budget_bytes]
+    for link, gap in zip(chain.links[::-1], chain.gaps[-2::-1], strict=True):
+        least = np.maximum(link.inside - budget_bytes, required[-1] - link.freed).min()
+        required.append(max(int(gap) - budget_bytes, int(least)))
+    return required[::-1]
+
+
+def _sufficient(chain: Chain, budget_bytes: int) -> list[int]:
+    """The freed bytes after each number of calls with which the rest fits whatever is picked."""
+    sufficient = [int(chain.gaps[-1]) - budget_bytes]
+    for link, gap in zip(chain.links[::-1], chain.gaps[-2::-1], strict=True):
+        most = np.maximum(link.inside - budget_bytes, sufficient[-1] - link.freed).max()
+        sufficient.append(max(int(gap) - budget_bytes, int(most)))
+    return sufficient[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class _States:
+    """The Pareto list after a call; `parent` and `place` lead back to how it was reached."""
+
+    freed: Bytes
+    time: Bytes
+    parent: Bytes
+    place: Bytes
+
+    def at(self, chosen: npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> "_States":
+        return _States(
+            self.freed[chosen], self.time[chosen], self.parent[chosen], self.place[chosen]
+        )
+
+
+def _walk(
+    chain: Chain,
+    budget_bytes: int,
+    relaxation: Relaxation | None,
+    *,
+    limit: int | None,
+    most_states: int | None,
+) -> Selection | None:
+    """Go along the chain; None where no state within the limit is left."""
+    required = _required(chain, budget_bytes)
+    sufficient = _sufficient(chain, budget_bytes)
+    constants, slopes = _rest_bounds(chain, budget_bytes, relaxation)
+    zero = np.zeros(1, dtype=np.int64)
+    lists = [_States(zero, zero, zero, zero)]
+    for index in range(len(chain.links)):
+        states = _extended(chain, budget_bytes, index, lists[-1])
+        states = states.at(states.freed >= required[index + 1])
+        np.minimum(states.freed, sufficient[index + 1], out=states.freed)
+        bounds = states.time + constants[index + 1] - slopes[index + 1] * states.freed
+        if limit is not None:
+            # The prices are floats: a millionth keeps what they cannot tell apart.
+            states = states.at((bounds <= limit * (1 + 1e-6) + 1) & (states.time <= limit))
+        elif most_states is not None and len(bounds) > most_states:
+            states = states.at(_thinned(states, bounds, most_states))
+        lists.append(_pareto(states))
+        if len(lists[-1].time) == 0:
+            return None
+    return _read_back(lists)
+
+
+def _extended(chain: Chain, budget_bytes: int, index: int, states: _States) -> _States:
+    """Every state with every choice that fits after it."""
+    link = chain.links[index]
+    fits = states.freed[:, None] >= (link.inside - budget_bytes)[None, :]
+    parent, place = np.nonzero(fits)
+    return _States(
+        states.freed[parent] + link.freed[place],
+        states.time[parent] + link.picoseconds[place],
+        parent,
+        place,
+    )
+
+
+def _thinned(states: _States, bounds: npt.NDArray[np.float64], most: int) -> npt.NDArray[np.intp]:
+    """The most promising states, and the one that frees most so that the walk can end."""
+    promising = np.argpartition(bounds, most - 1)[:most]
+    return np.union1d(promising, np.argmax(states.freed))
+
+
+def _pareto(states: _States) -> _States:
+    order = np.lexsort((states.time, -states.freed))
+    times = states.time[order]
+    fastest_before = np.minimum.accumulate(times)
+    keep = np.ones(len(order), dtype=bool)
+    keep[1:] = times[1:] < fastest_before[:-1]
+    return states.at(order[keep])
+
+
+def _read_back(lists: list[_States]) -> Selection:
+    """The choices that led to the fastest last state."""
+    state = int(np.argmin(lists[-1].time))
+    selection = []
+    for states in lists[:0:-1]:
+        selection.append(int(states.place[state]))
+        state = int(states.parent[state])
+    return tuple(selection[::-1])
+
+
+def _rest_bounds(
+    chain: Chain, budget_bytes: int, relaxation: Relaxation | None
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """After each number of calls, the rest takes at least `constant - slope * freed` picoseconds.
+
+    Going backwards, `slope` is the sum of the prices of all later rows; a call then costs at least
+    the minimum of its time, less what it frees for later rows, plus its own priced row.
+    """
+    num_calls = len(chain.links)
+    constants, slopes = np.zeros(num_calls + 1), np.zeros(num_calls + 1)
+    if relaxation is None:
+        return constants, slopes
+    for index in range(num_calls - 1, -1, -1):
+        link = chain.links[index]
+        gap_price = relaxation.gap_prices[index + 1]
+        inside_price = relaxation.inside_prices[index]
+        later = slopes[index + 1] + gap_price
+        costs = link.picoseconds - later * link.freed + inside_price * (link.inside - budget_bytes)
+        gap = gap_price * (chain.gaps[index + 1] - budget_bytes)
+        constants[index] = constants[index + 1] + gap + costs.min()
+        slopes[index] = later + inside_price
+    return constants, slopes
