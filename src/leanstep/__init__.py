@@ -21,6 +21,9 @@ if _TYPE_CHECKING:
     from leanstep.api import verify as verify
     from leanstep.fitter import Fit as Fit
     from leanstep.fitter import fit as fit
+    from leanstep.marks import keep as keep
+    from leanstep.marks import recompute as recompute
+    from leanstep.planner import frontier as frontier
     from leanstep.planner import plan as plan
     from leanstep.simulator import simulate as simulate
 
@@ -37,8 +40,11 @@ __all__ = [
     "__version__",
     "apply",
     "fit",
+    "frontier",
+    "keep",
     "plan",
     "profile",
+    "recompute",
     "simulate",
     "verify",
 ]
@@ -47,8 +53,11 @@ _LAZY = {
     "Fit": "leanstep.fitter",
     "apply": "leanstep.api",
     "fit": "leanstep.fitter",
+    "frontier": "leanstep.planner",
+    "keep": "leanstep.marks",
     "plan": "leanstep.planner",
     "profile": "leanstep.api",
+    "recompute": "leanstep.marks",
     "simulate": "leanstep.simulator",
     "verify": "leanstep.api",
 }

@@ -10,6 +10,7 @@ from leanstep.engines.attach import is_attached
 from leanstep.errors import InputError, MeasureError, PlanError
 from leanstep.ir import Plan, Profile, Verdict
 from leanstep.ir.check import check_blocks, check_graph
+from leanstep.marks import marks_of
 from leanstep.profiler import measure
 from leanstep.profiler.cache import device_name
 from leanstep.recorder import record
@@ -55,7 +56,8 @@ def profile_step(step: TrainingStep) -> Profile:
     for op in graph.ops:
         worth[op.cost] |= bool(op.writes)
     costs, notes = measure(signatures.specs, worth, step.device)
-    blocks = find_blocks(step.model, graph)
+    marks = marks_of(step.model)
+    blocks = find_blocks(step.model, graph, [path for path, _ in marks])
     check_blocks(graph, blocks)
     draft = Profile(
         graph=graph,
@@ -68,6 +70,7 @@ def profile_step(step: TrainingStep) -> Profile:
         torch_version=torch.__version__,
         model=fingerprint(step.model),
         gradients_kept=step.gradients_kept,
+        marks=marks,
         notes=tuple(notes),
     )
     return _with_peak(draft, max(0, resident - static_bytes(draft)), rise)

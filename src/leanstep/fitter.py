@@ -1,5 +1,6 @@
 """The whole pipeline in one call."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,7 @@ def fit(
     budget: str | int = "60%",
     solver: str = "auto",
     engine: str = "auto",
+    overrides: Mapping[str, str] | None = None,
     verify: bool = True,
     gradients_kept: bool = False,
 ) -> Fit:
@@ -68,6 +70,8 @@ def fit(
             the whole step.
         solver: `"auto"`, `"optimal"`, `"uniform"` or `"keep_all"`.
         engine: `"auto"`, `"replay"` or `"module"`.
+        overrides: what to keep or recompute in any case:
+            `{"encoder.*.attention": "recompute", "*::aten.mm": "keep"}`.
         verify: compare with the untouched model; costs about twenty steps.
         gradients_kept: plan for gradients alive at the start of the step (accumulation).
     """
@@ -78,7 +82,11 @@ def fit(
     refuse_fitted(model)
     recorded = profile_step(step)
     plan = planner.plan(
-        recorded, _budget_bytes(budget, step, recorded), solver=solver, engine=engine
+        recorded,
+        _budget_bytes(budget, step, recorded),
+        solver=solver,
+        engine=engine,
+        overrides=overrides,
     )
     if not verify:
         return Fit(recorded, plan, None, engines.apply(model, plan))

@@ -26,7 +26,7 @@ SOLVERS = SIMULATOR | {"solvers"}
 PLANNER = SOLVERS | {"planner"}
 DEVICE = REBUILD | {"torch_private", "step", "state", "truth"}
 RECORDER = DEVICE | {"recorder"}
-STAGES = PLANNER | RECORDER | {"profiler", "engines", "verifier", "reporters"}
+STAGES = PLANNER | RECORDER | {"marks", "profiler", "engines", "verifier", "reporters"}
 
 MAY_IMPORT = {
     "errors": BASE,
@@ -43,6 +43,7 @@ MAY_IMPORT = {
     "step": IR | {"torch_private"},
     "state": IR | {"torch_private", "step"},
     "truth": IR | {"torch_private", "step", "state"},
+    "marks": BASE,
     "recorder": RECORDER,
     "profiler": RECORDER | {"profiler"},
     "engines": RECORDER | {"engines"},
@@ -60,7 +61,7 @@ MAY_IMPORT = {
 GUESTS = {"integrations", "cli", "__main__"}
 TORCH = {
     *("recorder", "profiler", "engines", "models", "integrations"),
-    *("verifier", "truth", "fitter", "state", "step", "torch_private", "testing", "api"),
+    *("verifier", "truth", "fitter", "state", "step", "torch_private", "testing", "api", "marks"),
 }
 WITHOUT_TORCH = (
     "planner",

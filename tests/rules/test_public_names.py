@@ -17,8 +17,11 @@ PUBLIC = [
     "__version__",
     "apply",
     "fit",
+    "frontier",
+    "keep",
     "plan",
     "profile",
+    "recompute",
     "simulate",
     "verify",
 ]

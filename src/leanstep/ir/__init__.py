@@ -1,5 +1,7 @@
 """The nouns that pass between stages: frozen values of the standard library, saved as JSON."""
 
+from leanstep.ir.frontier import Frontier as Frontier
+from leanstep.ir.frontier import FrontierPoint as FrontierPoint
 from leanstep.ir.graph import Block as Block
 from leanstep.ir.graph import Category as Category
 from leanstep.ir.graph import Fact as Fact

@@ -1,5 +1,6 @@
 """Decide what each block call drops, so that the step fits a budget in the least time."""
 
+from leanstep.planner.curve import frontier as frontier
 from leanstep.planner.whole import plan as plan
 from leanstep.planner.whole import plan_in as plan_in
 from leanstep.planner.whole import prepare as prepare

@@ -16,6 +16,7 @@ def lower(
     picked: Sequence[Option],
     *,
     stuck: Sequence[BlockGraph] = (),
+    notes: Sequence[str] = (),
     solver: str,
     budget_bytes: int,
     bound_seconds: float,
@@ -41,7 +42,7 @@ def lower(
         ),
         model=profile.model,
         torch_version=profile.torch_version,
-        notes=(_peak_note(profile, line), *_stuck_notes(stuck)),
+        notes=(_peak_note(profile, line), *_stuck_notes(stuck), *notes),
     )
 
 

@@ -81,8 +81,8 @@ def _rule(profile: Profile, pattern: str, action: str) -> Rule:
         )
     modules, _, ops = pattern.partition("::")
     rule = Rule(modules, ops, Action(action))
-    forward = (op for block in profile.blocks for op in profile.graph.ops[block.start : block.stop])
-    if not any(rule.matches(profile.graph, op) for op in forward):
+    # Ops of backward count too: a pattern for many models is right where only they have it.
+    if not any(rule.matches(profile.graph, op) for op in profile.graph.ops):
         raise InputError(_no_match(profile, modules, ops, pattern))
     return rule
 
@@ -95,7 +95,7 @@ def _no_match(profile: Profile, modules: str, ops: str, pattern: str) -> str:
         known, wanted = paths, modules
     nearest = difflib.get_close_matches(wanted, sorted(known), n=1, cutoff=0.4)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    return f"the override {pattern!r} matches nothing in any block of this model{hint}"
+    return f"the override {pattern!r} matches nothing in this model{hint}"
 
 
 def wishes(view: BlockGraph, rules: Sequence[Rule]) -> Wishes:
@@ -111,3 +111,19 @@ def wishes(view: BlockGraph, rules: Sequence[Rule]) -> Wishes:
         elif action is Action.RECOMPUTE:
             recompute.add(number)
     return Wishes(frozenset(keep), frozenset(recompute))
+
+
+def unmet(
+    views: Sequence[BlockGraph], droppable: Sequence[frozenset[int]], rules: Sequence[Rule]
+) -> Iterator[str]:
+    """A sentence for each wish to recompute that nothing can be done about."""
+    for rule in rules:
+        if rule.action is Action.RECOMPUTE and not any(
+            rule.matches(view.graph, view.graph.ops[view.graph.storages[number].birth])
+            for view, numbers in zip(views, droppable, strict=True)
+            for number in numbers
+        ):
+            yield (
+                f"the override {rule} changes nothing: what it matches lies outside every block, "
+                "or nothing of it can be dropped"
+            )

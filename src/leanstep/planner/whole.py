@@ -8,7 +8,7 @@ from leanstep.errors import BudgetError
 from leanstep.ir import Plan, Profile
 from leanstep.planner.lower import effects, lower
 from leanstep.planner.options import CallOptions, Option, check_engine, find_options
-from leanstep.planner.overrides import Rule, parse_rules
+from leanstep.planner.overrides import Rule, parse_rules, unmet
 from leanstep.planner.problem import build_problem
 from leanstep.simulator import peak_op, timeline
 from leanstep.solvers.base import PICOSECONDS, Choice, Problem, Solution
@@ -32,6 +32,12 @@ class Space:
     def picked(self, picks: Sequence[Choice]) -> list[Option]:
         """The options that some choices stand for."""
         return [_option(call, pick) for call, pick in zip(self.options, picks, strict=True)]
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know about the overrides."""
+        droppable = [call.droppable for call in self.options]
+        return list(unmet(self.views, droppable, self.rules))
 
     @property
     def stuck(self) -> list[BlockGraph]:
@@ -103,6 +109,7 @@ def plan_in(space: Space, budget_bytes: int, *, solver: str = "auto") -> Plan:
         space.views,
         space.picked(solution.picks),
         stuck=space.stuck,
+        notes=space.notes,
         solver=found_solver.name,
         budget_bytes=budget_bytes,
         bound_seconds=max(solution.bound_seconds, bound_seconds(space, budget_bytes)),
@@ -134,13 +141,15 @@ def _budget_error(space: Space, lowest: Solution, budget_bytes: int, solver: str
 
 
 def _to_blame(space: Space, budget_bytes: int, solver: str) -> tuple[str, ...]:
-    """The rules without which the budget could be met: one alone if possible, else all."""
-    if not space.rules or not _fits_without(space, space.rules, budget_bytes, solver):
+    """The rules without which the budget could be met, as few as possible."""
+    blamed = space.rules
+    if not blamed or not _fits_without(space, blamed, budget_bytes, solver):
         return ()
     for rule in space.rules:
-        if _fits_without(space, (rule,), budget_bytes, solver):
-            return (str(rule),)
-    return tuple(str(rule) for rule in space.rules)
+        others = tuple(other for other in blamed if other is not rule)
+        if others and _fits_without(space, others, budget_bytes, solver):
+            blamed = others
+    return tuple(str(rule) for rule in blamed)
 
 
 def _fits_without(space: Space, rules: Sequence[Rule], budget_bytes: int, solver: str) -> bool:

@@ -4,11 +4,12 @@ A block is an outermost module that is repeated (its class occurs at least twice
 than one of torch's own layers) or large (a good share of what autograd saves). Containers are
 looked through: the four stages of a ResNet are not blocks, their residual blocks are. Where the
 layers of a Sequential are torch's own, a stretch from one weight to the next forms a block. A
-model with none of these is one block.
+module that the user has marked is a block where it neither contains one nor lies in one. A model
+with none of these is one block.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from torch import nn
 
@@ -20,8 +21,8 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 LARGE_SHARE = 0.25
 
 
-def find_blocks(model: nn.Module, graph: Graph) -> tuple[Block, ...]:
-    """Every call of every block, in the order of the step."""
+def find_blocks(model: nn.Module, graph: Graph, marked: Collection[str] = ()) -> tuple[Block, ...]:
+    """Every call of every block, in the order of the step; `marked` are paths of modules."""
     modules = dict(model.named_modules())
     called = {call.path for call in graph.calls}
     shares = _saved_shares(graph)
@@ -32,7 +33,10 @@ def find_blocks(model: nn.Module, graph: Graph) -> tuple[Block, ...]:
         if path not in called or _is_inside(path, paths, stretches):
             continue
         is_repeated = _is_unit(module) and repeated[type(module)] >= 2
-        if path and (is_repeated or _is_large(path, module, modules, shares, repeated)):
+        is_wanted = path in marked and _is_alone(path, module, modules, repeated)
+        if path and (
+            is_repeated or is_wanted or _is_large(path, module, modules, shares, repeated)
+        ):
             paths.append(path)
         elif _is_container(module) and isinstance(module, nn.Sequential):
             stretches.extend((path, children) for children in _stretches(module))
@@ -75,8 +79,16 @@ def _is_large(
 ) -> bool:
     if not _is_unit(module) or shares.get(path, 0.0) < LARGE_SHARE:
         return False
+    return _is_alone(path, module, modules, repeated)
+
+
+def _is_alone(
+    path: str, module: nn.Module, modules: dict[str, nn.Module], repeated: Counter[type]
+) -> bool:
+    """Whether a module can be run as one block, and has no repeated ones inside."""
     inner = (m for p, m in modules.items() if p.startswith(f"{path}."))
-    return not any(_is_unit(m) and repeated[type(m)] >= 2 for m in inner)
+    has_blocks = any(_is_unit(m) and repeated[type(m)] >= 2 for m in inner)
+    return not has_blocks and "forward" not in vars(module)
 
 
 def _stretches(module: nn.Sequential) -> Iterator[tuple[str, ...]]:

@@ -8,6 +8,9 @@ from leanstep.solvers.uniform import Uniform
 
 DEFAULT = "optimal"
 
+# Those that a comparison asks: fast at any size.
+CURVED = ("optimal", "uniform")
+
 SOLVERS: tuple[Solver, ...] = (Optimal(), Uniform(), KeepAll())
 
 

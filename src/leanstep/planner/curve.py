@@ -1,0 +1,73 @@
+"""The whole curve of peak against time, for every solver in one call."""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from leanstep.errors import InputError
+from leanstep.ir import Frontier, FrontierPoint, Profile
+from leanstep.planner.whole import Space, bound_seconds, prepare
+from leanstep.solvers.base import Outcome, Solver
+from leanstep.solvers.registry import CURVED, find_solver
+
+
+def frontier(
+    profile: Profile,
+    *,
+    solvers: Iterable[str] | None = None,
+    points: int = 20,
+    engine: str = "auto",
+    overrides: Mapping[str, str] | None = None,
+) -> Frontier:
+    """Plan for evenly spaced budgets, from the untouched peak down to the least reachable one.
+
+    Args:
+        profile: the recorded step, from `leanstep.profile` or from a file.
+        solvers: their names; by default all but the slow references.
+        points: how many budgets, the untouched peak and the floor included.
+        engine: as for `plan`.
+        overrides: as for `plan`.
+    """
+    if points < 2:
+        raise InputError(f"points={points} is too few: a curve has at least 2")
+    space = prepare(profile, engine, overrides)
+    asked = [find_solver(name) for name in (CURVED if solvers is None else solvers)]
+    floors = {solver.name: _floor_bytes(space, solver) for solver in asked}
+    low = min(floors.values(), default=profile.peak_bytes)
+    high = max(low, space.problem.peak_bytes(space.problem.kept))
+    budgets = [high - (high - low) * place // (points - 1) for place in range(points)]
+    return Frontier(
+        unplanned_peak_bytes=profile.peak_bytes,
+        step_seconds=profile.step_seconds,
+        floors=tuple(floors.items()),
+        points=tuple(_points(space, asked, budgets)),
+        device=profile.device,
+    )
+
+
+def _floor_bytes(space: Space, solver: Solver) -> int:
+    lowest = solver.lowest(space.problem)
+    return (lowest.problem or space.problem).peak_bytes(lowest.picks)
+
+
+def _points(
+    space: Space, asked: Sequence[Solver], budgets: Sequence[int]
+) -> Iterator[FrontierPoint]:
+    bounds = {budget_bytes: bound_seconds(space, budget_bytes) for budget_bytes in budgets}
+    for solver in asked:
+        for budget_bytes in budgets:
+            start = time.perf_counter()
+            solution = solver.solve(space.problem, budget_bytes)
+            seconds = time.perf_counter() - start
+            if not solution.is_found:
+                continue
+            problem = solution.problem or space.problem
+            extra = problem.seconds(solution.picks)
+            bound = max(bounds[budget_bytes], solution.bound_seconds)
+            yield FrontierPoint(
+                solver=solver.name,
+                budget_bytes=budget_bytes,
+                peak_bytes=problem.peak_bytes(solution.picks),
+                extra_seconds=extra,
+                bound_seconds=extra if solution.outcome is Outcome.OPTIMAL else min(bound, extra),
+                planning_seconds=seconds,
+            )
