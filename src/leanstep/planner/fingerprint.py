@@ -21,33 +21,42 @@ Positions = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Where a call lies in the step: what its positions are counted from."""
+    """Where a call lies in the step: what its positions are counted from.
+
+    `behind` is the position behind all block calls of forward: what happens from there until
+    backward, such as the end of autocast, is the same for all of them. `turn` is the first position
+    of backward.
+    """
 
     start: int
     first: int
+    behind: int
     turn: int
     end: int
 
     def relative(self, position: int) -> tuple[str, int]:
         """A position as every equal call sees it."""
-        if position < self.turn:
+        if position < self.behind:
             return "forward", position - self.start
+        if position < self.turn:
+            return "between", position - self.behind
         if position < self.end:
             return "backward", position - self.first
         return "end", position - self.end
 
     def moved(self, positions: Positions, to: "Frame") -> Positions:
         """The same positions for an equal call."""
-        ahead = np.where(positions < self.turn, to.start - self.start, to.first - self.first)
-        there: Positions = positions + np.where(positions < self.end, ahead, 0)
+        ahead = np.where(positions < self.behind, to.start - self.start, 0)
+        later = (self.turn <= positions) & (positions < self.end)
+        there: Positions = positions + np.where(later, to.first - self.first, ahead)
         return there
 
 
-def frame_of(view: BlockGraph, turn: int) -> Frame:
-    """The frame of a call; `turn` is the first position of backward."""
+def frame_of(view: BlockGraph, behind: int, turn: int) -> Frame:
+    """The frame of a call."""
     end = len(view.graph.ops)
     asked = (unpack.position for unpack in view.unpacks)
-    return Frame(view.block.start, min(asked, default=end), turn, end)
+    return Frame(view.block.start, min(asked, default=end), behind, turn, end)
 
 
 def turning_point(ops: tuple[Op, ...]) -> int:

@@ -83,11 +83,12 @@ def find_options(
     check_engine(engine)
     borders = read_by_others(views)
     turn = turning_point(profile.graph.ops)
+    behind = min(turn, max((view.block.stop for view in views), default=0))
     known: dict[Hashable, tuple[BlockGraph, Frame, CallOptions]] = {}
     found = []
     for view in views:
         wished = wishes(view, rules)
-        frame = frame_of(view, turn)
+        frame = frame_of(view, behind, turn)
         key = _key(view, frame, borders, wished)
         if key not in known:
             known[key] = view, frame, _call_options(profile, view, borders, wished, engine)

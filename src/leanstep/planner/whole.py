@@ -11,7 +11,7 @@ from leanstep.planner.options import CallOptions, Option, check_engine, find_opt
 from leanstep.planner.overrides import Rule, parse_rules, unmet
 from leanstep.planner.problem import build_problem
 from leanstep.simulator import peak_op, timeline
-from leanstep.solvers.base import PICOSECONDS, Choice, Problem, Solution
+from leanstep.solvers.base import PICOSECONDS, Choice, Outcome, Problem, Solution
 from leanstep.solvers.chain import chain_of
 from leanstep.solvers.registry import find_solver
 from leanstep.solvers.relaxation import relax
@@ -112,11 +112,17 @@ def plan_in(space: Space, budget_bytes: int, *, solver: str = "auto") -> Plan:
         notes=space.notes,
         solver=found_solver.name,
         budget_bytes=budget_bytes,
-        bound_seconds=max(solution.bound_seconds, bound_seconds(space, budget_bytes)),
+        bound_seconds=_bound_seconds(space, solution, budget_bytes),
     )
     promised = space.problem.peak_bytes(solution.picks)
     assert found.peak_bytes == promised <= budget_bytes, "problem and simulator must agree"
     return found
+
+
+def _bound_seconds(space: Space, solution: Solution, budget_bytes: int) -> float:
+    if solution.outcome is Outcome.OPTIMAL:
+        return solution.bound_seconds
+    return max(solution.bound_seconds, bound_seconds(space, budget_bytes))
 
 
 def bound_seconds(space: Space, budget_bytes: int) -> float:

@@ -139,7 +139,7 @@ def _walk(
             # What is this much dearer than the best choice here is in no plan within the limit.
             able = np.flatnonzero(costs[index] + constants[0] <= limit * (1 + 1e-6) + 1)
         states = _extended(chain, budget_bytes, index, lists[-1], able)
-        states = states.at((states.freed >= required[index + 1][:, None]).all(axis=0))
+        states = states.at(_in_every_era(states.freed >= required[index + 1][:, None]))
         np.minimum(states.freed, sufficient[index + 1][:, None], out=states.freed)
         bounds = states.time + constants[index + 1] - slopes[index + 1] @ states.freed
         if limit is not None:
@@ -163,7 +163,7 @@ def _extended(
     """Every state with every able choice that fits after it."""
     link = chain.links[index]
     needs = link.inside[:, able] - budget_bytes
-    fits = (states.freed[:, :, None] >= needs[:, None, :]).all(axis=0)
+    fits = _in_every_era(states.freed[:, :, None] >= needs[:, None, :])
     parent, column = np.nonzero(fits)
     place = able[column]
     return _States(
@@ -172,6 +172,11 @@ def _extended(
         parent,
         place,
     )
+
+
+def _in_every_era(holds: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    everywhere: npt.NDArray[np.bool_] = np.logical_and.reduce(holds, axis=0)
+    return everywhere
 
 
 def _thinned(states: _States, bounds: npt.NDArray[np.float64], most: int) -> npt.NDArray[np.intp]:

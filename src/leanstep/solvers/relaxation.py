@@ -1,8 +1,9 @@
 """The linear relaxation of the choice of options: a lower bound, and prices that prune.
 
-Calls may mix their choices. In each era one row a gap: freed bytes of the open calls >= gap -
-budget; one row a call: freed bytes of the calls before it >= its mixed inside bytes - budget. Least
-time by HiGHS. The multipliers of the rows say what a freed byte is worth at each place of the chain; any
+Calls may mix their choices. Beside the shares there is a variable for the bytes that are free after
+each number of calls, in each era. It is bounded below by the gap behind these calls: gap - budget;
+a row a call says that it is at least the call's mixed inside bytes - budget. Least time by HiGHS.
+The multipliers of bounds and rows say what a freed byte is worth at each place of the chain; any
 multipliers give a valid bound for the rest of the chain (Lagrange), these the best one.
 """
 
@@ -11,11 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import linprog
-from scipy.sparse import csr_array
+from scipy.sparse import block_array, csr_array, eye_array
 
 from leanstep.solvers.chain import Chain
 
 Floats = npt.NDArray[np.float64]
+Matrix = csr_array[np.float64, tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,65 +38,75 @@ def relax(chain: Chain, budget_bytes: int) -> Relaxation | None:
     if num_calls == 0:
         return Relaxation(0.0, np.zeros((num_eras, 1)), np.zeros((num_eras, 0)))
     times = np.concatenate([link.picoseconds for link in chain.links]).astype(float)
-    rows, needs, matters = _rows(chain, budget_bytes)
     # HiGHS wants numbers near one: bytes are 1e9, picoseconds too.
-    time_scale, byte_scale = max(times.max(), 1.0), max(np.abs(rows).max(initial=0), 1.0)
-    answer = linprog(
-        times / time_scale,
-        A_ub=csr_array(-rows / byte_scale),
-        b_ub=-needs / byte_scale,
-        A_eq=_one_choice_each(chain),
-        b_eq=np.ones(num_calls),
-        bounds=_ranges(chain, budget_bytes),
+    time_scale, byte_scale = max(float(times.max()), 1.0), max(float(chain.gaps.max()), 1.0)
+    num_free = num_eras * (num_calls + 1)
+    insides, equalities = _rows(chain, byte_scale)
+    # The stubs know no sparse rows; HiGHS does.
+    answer = linprog(  # type: ignore[call-overload]
+        np.concatenate([times / time_scale, np.zeros(num_free)]),
+        A_ub=insides,
+        b_ub=np.full(num_eras * num_calls, budget_bytes / byte_scale),
+        A_eq=equalities,
+        b_eq=np.concatenate([np.ones(num_calls), np.zeros(num_eras * num_calls)]),
+        bounds=_ranges(chain, budget_bytes, byte_scale),
         method="highs",
     )
     if not answer.success or answer.fun is None:
         return None
-    prices = np.zeros(len(matters))
-    prices[matters] = np.maximum(0.0, -answer.ineqlin.marginals) * (time_scale / byte_scale)
-    by_era = prices.reshape(num_eras, 2 * num_calls + 1)
+    scale = time_scale / byte_scale
+    gap_prices = np.maximum(0.0, answer.lower.marginals[len(times) :]) * scale
+    gap_prices = gap_prices.reshape(num_eras, num_calls + 1)
+    # Nothing is free before the first call: its bound is no row.
+    gap_prices[:, 0] = 0.0
+    inside_prices = np.maximum(0.0, -answer.ineqlin.marginals) * scale
     return Relaxation(
         bound_picoseconds=max(0.0, answer.fun * time_scale),
-        gap_prices=by_era[:, : num_calls + 1],
-        inside_prices=by_era[:, num_calls + 1 :],
+        gap_prices=gap_prices,
+        inside_prices=inside_prices.reshape(num_eras, num_calls),
     )
 
 
-def _call_of(chain: Chain) -> npt.NDArray[np.intp]:
-    return np.repeat(np.arange(len(chain.links)), [len(link.places) for link in chain.links])
+def _rows(chain: Chain, byte_scale: float) -> tuple[Matrix, Matrix]:
+    """The insides, `mixed inside - free <= budget`, and what defines shares and free bytes."""
+    num_calls = len(chain.links)
+    sizes = [len(link.places) for link in chain.links]
+    call_of, column = np.repeat(np.arange(num_calls), sizes), np.arange(sum(sizes))
+    shape = (num_calls, len(column))
 
+    def mixed(numbers: list[npt.NDArray[np.int64]]) -> Matrix:
+        entries = np.concatenate(numbers).astype(float) / byte_scale
+        return csr_array((entries, (call_of, column)), shape=shape)
 
-def _rows(chain: Chain, budget_bytes: int) -> tuple[Floats, Floats, npt.NDArray[np.bool_]]:
-    """The rows `freed - mixed inside >= need` that matter: in each era gaps first, then calls."""
-    call_of, order = _call_of(chain), np.arange(len(chain.links) + 1)
-    is_before, is_own = call_of[None, :] < order[:, None], call_of[None, :] == order[:-1, None]
-    all_rows, all_needs = [], []
+    before = eye_array(num_calls, num_calls + 1, format="csr")
+    after = eye_array(num_calls, num_calls + 1, k=1, format="csr")
+    insides, steps = [], []
     for era in range(chain.num_eras):
-        freed = np.concatenate([link.freed[era] for link in chain.links]).astype(float)
-        inside = np.concatenate([link.inside[era] for link in chain.links]).astype(float)
-        gaps = np.where(is_before, freed[None, :], 0.0)
-        insides = gaps[:-1] - np.where(is_own, np.maximum(inside, 0.0)[None, :], 0.0)
-        all_rows.extend([gaps, insides])
-        all_needs.append(chain.gaps[era].astype(float) - budget_bytes)
-        all_needs.append(np.full(len(chain.links), -float(budget_bytes)))
-    rows, needs = np.vstack(all_rows), np.concatenate(all_needs)
-    starts = np.searchsorted(call_of, order[:-1])
-    # A row that no selection can break says nothing.
-    matters = np.minimum.reduceat(rows, starts, axis=1).sum(axis=1) < needs
-    return rows[matters], needs[matters], matters
+        others = [None] * era, [None] * (chain.num_eras - era - 1)
+        inside = [np.maximum(link.inside[era], 0) for link in chain.links]
+        insides.append([mixed(inside), *others[0], -before, *others[1]])
+        freed = [link.freed[era] for link in chain.links]
+        steps.append([-mixed(freed), *others[0], after - before, *others[1]])
+    one_each = csr_array((np.ones(len(column)), (call_of, column)), shape=shape)
+    equalities = block_array([[one_each, *[None] * chain.num_eras], *steps], format="csr")
+    return block_array(insides, format="csr"), equalities
 
 
-def _ranges(chain: Chain, budget_bytes: int) -> list[tuple[float, float]]:
-    """What share each choice may have: none where it fits after no selection at all."""
+def _ranges(chain: Chain, budget_bytes: int, byte_scale: float) -> Floats:
+    """The range of each share, and of the free bytes after each number of calls.
+
+    A choice that fits after no selection at all has no share.
+    """
     ranges: list[tuple[float, float]] = []
     most_freed = np.zeros((chain.num_eras, 1), dtype=np.int64)
     for link in chain.links:
-        fits = (link.inside - most_freed <= budget_bytes).all(axis=0)
-        ranges.extend((0.0, float(share)) for share in fits)
+        for place in range(len(link.places)):
+            fits = bool(np.all(link.inside[:, [place]] - most_freed <= budget_bytes))
+            ranges.append((0.0, float(fits)))
         most_freed += link.freed.max(axis=1, keepdims=True)
-    return ranges
-
-
-def _one_choice_each(chain: Chain) -> csr_array[np.float64, tuple[int, int]]:
-    rows = (_call_of(chain)[None, :] == np.arange(len(chain.links))[:, None]).astype(float)
-    return csr_array(rows)
+    for gaps in chain.gaps:
+        needs = np.maximum((gaps - budget_bytes) / byte_scale, -np.inf)
+        # Before the first call nothing is free, and that must do.
+        ranges.append((0.0, 0.0) if needs[0] <= 0 else (1.0, 0.0))
+        ranges.extend((float(need), np.inf) for need in needs[1:])
+    return np.array(ranges)
