@@ -1,4 +1,4 @@
-"""Marks and overrides: a user's word is honoured whatever the budget, and named when it costs it."""
+"""Marks and overrides: a user's word holds whatever the budget, and is named when it costs it."""
 
 import copy
 

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from leanstep.solvers.base import Bytes, Call, Choice, Places, Problem
 

@@ -1,8 +1,8 @@
 """The exact answer on a chain, by a Pareto-list dynamic program.
 
-A state after some calls is (bytes freed so far in each era, time so far). Everything that comes later asks
-only for enough freed bytes, so a state that frees no more and takes no less time than another can
-go: no answer is lost. A state also goes when what it freed cannot suffice for the rest, or when
+A state after some calls is (bytes freed so far in each era, time so far). Everything that comes
+later asks only for enough freed bytes, so a state that frees no more and takes no less time than
+another can go: no answer is lost. A state also goes when what it freed cannot suffice for the rest, or when
 its time and a Lagrangian bound for the rest exceed a plan that is already known. Freed bytes above
 what the rest can ever need count as equal, so equal blocks merge.
 """
