@@ -2,9 +2,9 @@
 
 A state after some calls is (bytes freed so far in each era, time so far). Everything that comes
 later asks only for enough freed bytes, so a state that frees no more and takes no less time than
-another can go: no answer is lost. A state also goes when what it freed cannot suffice for the rest, or when
-its time and a Lagrangian bound for the rest exceed a plan that is already known. Freed bytes above
-what the rest can ever need count as equal, so equal blocks merge.
+another can go: no answer is lost. A state also goes when what it freed cannot suffice for the rest,
+or when its time and a Lagrangian bound for the rest exceed a plan that is already known. Freed
+bytes above what the rest can ever need count as equal, so equal blocks merge.
 """
 
 from collections.abc import Callable, Sequence
