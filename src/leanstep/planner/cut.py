@@ -48,6 +48,10 @@ class Projects:
         ops = frozenset[int]().union(*(self.required[place] for place in chosen))
         return sum(self.op_seconds[op] for op in ops)
 
+    def ops(self, place: int) -> dict[int, float]:
+        """The ops that one project requires, with the seconds of each."""
+        return {op: self.op_seconds[op] for op in sorted(self.required[place])}
+
     def earned_bytes(self, chosen: Collection[int]) -> int:
         """The bytes that some projects free, less what must be held for them."""
         held = frozenset[int]().union(*(self.held[place] for place in chosen))
