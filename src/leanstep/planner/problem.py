@@ -133,8 +133,7 @@ def _turns(view: BlockGraph) -> Iterator[int]:
 
 def _sources(view: BlockGraph, droppable: frozenset[int]) -> dict[int, frozenset[int]]:
     """For each candidate the other candidates that its ops read."""
-    makers = {value: op for op in view.reruns for value in op.writes}
-    there = view.available(())
+    makers, there = view.makers, view.available(())
     found = {}
     for number in droppable:
         reads, seen = set[int](), set[int]()
