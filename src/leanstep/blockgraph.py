@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from leanstep.errors import LeanstepError
 from leanstep.ir import Block, Category, Fact, Graph, Op, Phase, Save, Unpack, Value
-from leanstep.rebuild import Program, Rerun, UnreachableError, build_program
+from leanstep.rebuild import Program, Rerun, build_program, can_rebuild
 
 # Rerun without their running statistics: the output has the same bits, and nothing is written.
 STATISTICS_ARE_OPTIONAL = (
@@ -88,14 +88,34 @@ class BlockGraph:
         final = _final_versions(self.graph)
         # An op may write what autograd saved just before: autograd wants it as it is afterwards.
         settled = (s for s, value in self.saved.items() if final[s] == value.version)
-        return tuple(sorted(s for s in settled if self._can_rebuild([s])))
+        return tuple(sorted(s for s in settled if self._can_rebuild(s)))
 
-    def _can_rebuild(self, dropped: Collection[int]) -> bool:
-        try:
-            self.program(dropped)
-        except UnreachableError:
-            return False
-        return True
+    def _can_rebuild(self, storage: int) -> bool:
+        available = self.available([storage])
+        values = {save.value for save in self._saves_of.get(storage, ())}
+        return all(can_rebuild(value, self.makers, available) for value in values)
+
+    @functools.cached_property
+    def _saves_of(self) -> dict[int, list[Save]]:
+        found: dict[int, list[Save]] = {}
+        for save in self.saves:
+            found.setdefault(save.value.storage, []).append(save)
+        return found
+
+    @functools.cached_property
+    def makers(self) -> dict[Value, Rerun]:
+        """The op that may run again to make each value."""
+        return {value: op for op in self.reruns for value in op.writes}
+
+    @functools.cached_property
+    def first_release(self) -> int:
+        """The position where autograd first lets go of something of the call."""
+        return min((save.release for save in self.saves), default=0)
+
+    @functools.cached_property
+    def last_release(self) -> int:
+        """The position where autograd has let go of everything of the call."""
+        return max((save.release for save in self.saves), default=self.block.stop)
 
     def program(self, dropped: Collection[int]) -> Program:
         """What runs again when these storages are dropped."""

@@ -12,6 +12,7 @@ from leanstep.engines import Applied
 from leanstep.ir import Plan, Profile, Verdict
 from leanstep.planner.options import check_engine
 from leanstep.reporters.terminal import render
+from leanstep.solvers.base import Solver
 from leanstep.solvers.registry import find_solver
 from leanstep.step import Loss, TrainingStep, make_step
 from leanstep.units import check_budget, parse_budget
@@ -47,7 +48,7 @@ def fit(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     budget: str | int = "60%",
-    solver: str = "auto",
+    solver: str | Solver = "auto",
     engine: str = "auto",
     overrides: Mapping[str, str] | None = None,
     verify: bool = True,
@@ -68,7 +69,7 @@ def fit(
         budget: `"16GiB"`, `"16 GB"`, bytes, `"60%"` of the unplanned peak, or `"auto"` (the free
             memory of the GPU less a margin); it bounds the peak of everything on the device over
             the whole step.
-        solver: `"auto"`, `"optimal"`, `"uniform"` or `"keep_all"`.
+        solver: `"auto"`, a name from `docs/solvers.md`, or a solver of one's own.
         engine: `"auto"`, `"replay"` or `"module"`.
         overrides: what to keep or recompute in any case:
             `{"encoder.*.attention": "recompute", "*::aten.mm": "keep"}`.

@@ -61,12 +61,13 @@ class Program:
 def build_program(ops: Sequence[Rerun], wanted: Mapping[Value, int], available: Kept) -> Program:
     """Find the ops that rebuild every wanted value from the available ones."""
     makers = {value: op for op in ops for value in op.writes}
-    chosen: dict[int, Rerun] = {}
-    sources: dict[Value, frozenset[Value]] = {}
-    for value in wanted:
-        needed, sources[value] = _closure(value, makers, available)
-        chosen.update(needed)
-    reruns = {index: chosen[index] for index in sorted(chosen)}
+    there = {value for value in wanted if value in available}
+    reruns = _needed([value for value in wanted if value not in there], makers, available)
+    starts = _sources(reruns, makers, available)
+    sources = {
+        value: frozenset([value]) if value in there else starts[makers[value].index]
+        for value in wanted
+    }
     all_sources = frozenset[Value]().union(*sources.values())
     return Program(
         reruns=reruns,
@@ -79,25 +80,42 @@ def build_program(ops: Sequence[Rerun], wanted: Mapping[Value, int], available: 
     )
 
 
-def _closure(
-    value: Value, makers: Mapping[Value, Rerun], available: Kept
-) -> tuple[dict[int, Rerun], frozenset[Value]]:
-    """The ops that rebuild one value, and the available values they start from."""
+def can_rebuild(value: Value, makers: Mapping[Value, Rerun], available: Kept) -> bool:
+    """Whether a value can be rebuilt from the available ones."""
+    try:
+        _needed([] if value in available else [value], makers, available)
+    except UnreachableError:
+        return False
+    return True
+
+
+def _needed(
+    wanted: Iterable[Value], makers: Mapping[Value, Rerun], available: Kept
+) -> dict[int, Rerun]:
+    """The ops that rebuild some values, in the order of the forward pass."""
     chosen: dict[int, Rerun] = {}
-    sources: set[Value] = set()
-    pending = [value]
+    pending = list(wanted)
     while pending:
-        wanted = pending.pop()
-        if wanted in available:
-            sources.add(wanted)
-            continue
-        op = makers.get(wanted)
+        value = pending.pop()
+        op = makers.get(value)
         if op is None:
-            raise UnreachableError(f"storage {wanted.storage}, version {wanted.version}, is gone")
+            raise UnreachableError(f"storage {value.storage}, version {value.version}, is gone")
         if op.index not in chosen:
             chosen[op.index] = op
-            pending.extend(op.reads)
-    return chosen, frozenset(sources)
+            pending.extend(read for read in op.reads if read not in available)
+    return {index: chosen[index] for index in sorted(chosen)}
+
+
+def _sources(
+    reruns: Mapping[int, Rerun], makers: Mapping[Value, Rerun], available: Kept
+) -> dict[int, frozenset[Value]]:
+    """For each op, given in order, the available values that it and what it needs start from."""
+    starts: dict[int, frozenset[Value]] = {}
+    for index, op in reruns.items():
+        own = frozenset(read for read in op.reads if read in available)
+        made = (makers[read].index for read in op.reads if read not in own)
+        starts[index] = own.union(*(starts[before] for before in made))
+    return starts
 
 
 def _readers(reruns: Iterable[Rerun]) -> dict[Value, tuple[int, ...]]:

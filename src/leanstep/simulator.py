@@ -12,6 +12,7 @@ import numpy.typing as npt
 from leanstep.blockgraph import BlockGraph
 from leanstep.effects import Effect, Replay, Shift, decision_effect
 from leanstep.ir import Category, Graph, Op, Plan, Point, Profile, Timeline
+from leanstep.ir.blocks import find_block
 
 
 def simulate(profile: Profile, plan: Plan | None = None) -> Timeline:
@@ -22,10 +23,9 @@ def simulate(profile: Profile, plan: Plan | None = None) -> Timeline:
 
 def plan_effects(profile: Profile, plan: Plan) -> list[Effect]:
     """The effect of each decision that changes something."""
-    blocks = {(b.path, b.occurrence, b.children): b for b in profile.blocks}
     return [
-        decision_effect(BlockGraph(profile.graph, blocks[d.path, d.occurrence, d.children]), d)
-        for d in plan.changed
+        decision_effect(BlockGraph(profile.graph, find_block(profile, decision)), decision)
+        for decision in plan.changed
     ]
 
 

@@ -51,7 +51,7 @@ MAY_IMPORT = {
     "models": BASE | {"models"},
     "api": STAGES,
     "fitter": STAGES | {"api"},
-    "testing": PLANNER,
+    "testing": PLANNER | {"testing"},
     "__init__": STAGES | {"fitter", "api"},
     "integrations": {"integrations"},
     "cli": {"cli"},

@@ -64,7 +64,9 @@ def test_plan_equals_enumeration_of_the_same_options(seed: int, engine: str) -> 
     space = prepare(profile, engine)
     budget_bytes = int(0.85 * profile.peak_bytes)
     exact = {
-        picked: timeline(profile, effects(space.views, picked)).peak_bytes
+        picked: timeline(
+            profile, effects(list(zip(space.parts.alone, picked, strict=True)))
+        ).peak_bytes
         for picked in itertools.product(*(call.options for call in space.options))
     }
     fitting = {

@@ -56,7 +56,7 @@ def apply(model: torch.nn.Module, plan: Plan) -> Applied:
     by_path = _by_path(plan)
     for path, decisions in by_path.items():
         if any(decision.engine is not Engine.UNTOUCHED for decision in decisions):
-            _check_block(path, modules)
+            _check_block(path, modules, is_stretch=bool(decisions[0].children))
     applied = Applied(model, plan)
     rounds = Round()
     watch = SizeWatch(plan.peak_bytes, plan.movable_bytes, plan.budget_bytes)
@@ -74,13 +74,15 @@ def _by_path(plan: Plan) -> dict[str, list[Decision]]:
     return by_path
 
 
-def _check_block(path: str, modules: dict[str, torch.nn.Module]) -> None:
+def _check_block(path: str, modules: dict[str, torch.nn.Module], *, is_stretch: bool) -> None:
     if path not in modules:
         raise PlanError(f"the plan is for another model: this one has no module {path!r}")
     if is_attached(modules[path]):
         raise InputError(f"{path or 'the model'} is already fitted: call remove() first")
     if not can_attach(modules[path]):
         raise PlanError(f"{path or 'the model'} has a forward of its own that cannot be wrapped")
+    if is_stretch and type(modules[path]).forward is not torch.nn.Sequential.forward:
+        raise PlanError(f"{path or 'the model'} does not call its children as a Sequential does")
 
 
 def _runner(

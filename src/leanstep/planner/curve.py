@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from leanstep.errors import InputError
 from leanstep.ir import Frontier, FrontierPoint, Profile
 from leanstep.planner.whole import Space, bound_seconds, prepare
-from leanstep.solvers.base import Outcome, Solver
+from leanstep.solvers.base import Solver
 from leanstep.solvers.registry import CURVED, find_solver
 
 
@@ -52,7 +52,6 @@ def _floor_bytes(space: Space, solver: Solver) -> int:
 def _points(
     space: Space, asked: Sequence[Solver], budgets: Sequence[int]
 ) -> Iterator[FrontierPoint]:
-    bounds = {budget_bytes: bound_seconds(space, budget_bytes) for budget_bytes in budgets}
     for solver in asked:
         for budget_bytes in budgets:
             start = time.perf_counter()
@@ -62,12 +61,11 @@ def _points(
                 continue
             problem = solution.problem or space.problem
             extra = problem.seconds(solution.picks)
-            bound = max(bounds[budget_bytes], solution.bound_seconds)
             yield FrontierPoint(
                 solver=solver.name,
                 budget_bytes=budget_bytes,
                 peak_bytes=problem.peak_bytes(solution.picks),
                 extra_seconds=extra,
-                bound_seconds=extra if solution.outcome is Outcome.OPTIMAL else min(bound, extra),
+                bound_seconds=min(extra, bound_seconds(space, solution, budget_bytes)),
                 planning_seconds=seconds,
             )

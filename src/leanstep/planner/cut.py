@@ -48,6 +48,10 @@ class Projects:
         ops = frozenset[int]().union(*(self.required[place] for place in chosen))
         return sum(self.op_seconds[op] for op in ops)
 
+    def ops(self, place: int) -> dict[int, float]:
+        """The ops that one project requires, with the seconds of each."""
+        return {op: self.op_seconds[op] for op in sorted(self.required[place])}
+
     def earned_bytes(self, chosen: Collection[int]) -> int:
         """The bytes that some projects free, less what must be held for them."""
         held = frozenset[int]().union(*(self.held[place] for place in chosen))
@@ -76,8 +80,7 @@ def _only(projects: Projects, part: Sequence[int]) -> Projects:
 def find_projects(profile: Profile, view: BlockGraph, droppable: Collection[int]) -> Projects:
     """Find what dropping each storage earns and requires."""
     storages = tuple(sorted(droppable))
-    makers = {value: op for op in view.reruns for value in op.writes}
-    there = view.available(())
+    makers, there = view.makers, view.available(())
     ops: dict[int, int] = {}
     sources: dict[int, int] = {}
     required, held = [], []
@@ -113,8 +116,7 @@ def is_gone_in_backward(view: BlockGraph, number: int) -> bool:
     """Whether a storage from outside would be gone when backward comes to the call."""
     if number in view.own_storages:
         return False
-    first_release = min((save.release for save in view.saves), default=0)
-    return view.graph.storages[number].death < first_release
+    return view.graph.storages[number].death < view.first_release
 
 
 def _between(

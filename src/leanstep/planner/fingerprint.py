@@ -114,6 +114,5 @@ def _storage(view: BlockGraph, number: int, frame: Frame) -> Hashable:
         ends = frame.relative(storage.natural_death), frame.relative(storage.death)
         return storage.nbytes, storage.category, number in view.saved, *ends
     # Of what outlives the call it does not matter how long it lives.
-    last = max((save.release for save in view.saves), default=view.block.stop)
-    death = frame.relative(storage.death) if storage.death < last else None
+    death = frame.relative(storage.death) if storage.death < view.last_release else None
     return storage.nbytes, storage.category, is_gone_in_backward(view, number), death

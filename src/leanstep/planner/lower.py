@@ -2,31 +2,26 @@
 
 from collections.abc import Sequence
 
-from leanstep.blockgraph import BlockGraph
 from leanstep.effects import Effect
 from leanstep.ir import Decision, Engine, Plan, Profile, Timeline
 from leanstep.planner.options import Option
+from leanstep.planner.segments import Part
 from leanstep.simulator import peak_op, static_bytes, timeline
 from leanstep.units import format_bytes
 
 
 def lower(
     profile: Profile,
-    views: Sequence[BlockGraph],
-    picked: Sequence[Option],
+    picked: Sequence[tuple[Part, Option]],
     *,
-    stuck: Sequence[BlockGraph] = (),
     notes: Sequence[str] = (),
     solver: str,
     budget_bytes: int,
     bound_seconds: float,
 ) -> Plan:
-    """Make the plan, with the peak that the simulator finds for it.
-
-    `stuck` are the calls that save something and have no option but to be left untouched.
-    """
-    line = timeline(profile, effects(views, picked))
-    extra_seconds = sum(option.seconds for option in picked)
+    """Make the plan, with the peak that the simulator finds for it."""
+    line = timeline(profile, effects(picked))
+    extra_seconds = sum(option.seconds for _, option in picked)
     return Plan(
         solver=solver,
         budget_bytes=budget_bytes,
@@ -36,22 +31,25 @@ def lower(
         step_seconds=profile.step_seconds,
         extra_seconds=extra_seconds,
         bound_seconds=min(bound_seconds, extra_seconds),
-        decisions=tuple(
-            _decision(view, option, is_stuck=view in stuck)
-            for view, option in zip(views, picked, strict=True)
-        ),
+        decisions=tuple(_decision(part, option) for part, option in picked),
         model=profile.model,
         torch_version=profile.torch_version,
-        notes=(_peak_note(profile, line), *_stuck_notes(stuck), *notes),
+        notes=(_peak_note(profile, line), *_stuck_notes([part for part, _ in picked]), *notes),
     )
 
 
-def effects(views: Sequence[BlockGraph], picked: Sequence[Option]) -> list[Effect]:
+def effects(picked: Sequence[tuple[Part, Option]]) -> list[Effect]:
     """What each pick does to the step."""
-    return [option.effect(view) for view, option in zip(views, picked, strict=True)]
+    return [option.effect(part.view) for part, option in picked]
 
 
-def _decision(view: BlockGraph, option: Option, *, is_stuck: bool) -> Decision:
+def _is_stuck(part: Part) -> bool:
+    """Whether a call saves something of its own and cannot drop any of it."""
+    return bool(part.view.saved) and not part.options.options[-1].dropped
+
+
+def _decision(part: Part, option: Option) -> Decision:
+    view = part.view
     storages = view.graph.storages
     held = {save.value.storage for save in view.saves} & view.own_storages
     is_replayed = option.engine is Engine.REPLAY
@@ -66,7 +64,7 @@ def _decision(view: BlockGraph, option: Option, *, is_stuck: bool) -> Decision:
         kept_bytes=sum(storages[number].nbytes for number in held - option.dropped),
         dropped_bytes=sum(storages[number].nbytes for number in option.dropped),
         extra_seconds=option.seconds,
-        why="nothing in it can be dropped" if is_stuck else _why(option, len(held)),
+        why="nothing in it can be dropped" if _is_stuck(part) else _why(option, len(held)),
     )
 
 
@@ -95,8 +93,8 @@ def _peak_note(profile: Profile, line: Timeline) -> str:
     return f"{peak} in {op.phase}{place}{source}"
 
 
-def _stuck_notes(stuck: Sequence[BlockGraph]) -> tuple[str, ...]:
-    names = [view.block.name for view in stuck]
+def _stuck_notes(parts: Sequence[Part]) -> tuple[str, ...]:
+    names = [part.view.block.name for part in parts if _is_stuck(part)]
     if not names:
         return ()
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""

@@ -4,6 +4,7 @@ The sets come from the search inside the block, their effects from the simulator
 out once for equal calls and moved along to the others.
 """
 
+import functools
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -80,52 +81,83 @@ def find_options(
     profile: Profile, views: Sequence[BlockGraph], engine: str, rules: Sequence[Rule] = ()
 ) -> tuple[CallOptions, ...]:
     """The options of every call."""
-    check_engine(engine)
-    borders = read_by_others(views)
-    turn = turning_point(profile.graph.ops)
-    behind = min(turn, max((view.block.stop for view in views), default=0))
-    known: dict[Hashable, tuple[BlockGraph, Frame, CallOptions]] = {}
-    found = []
-    for view in views:
-        wished = wishes(view, rules)
-        frame = frame_of(view, behind, turn)
-        key = _key(view, frame, borders, wished)
-        if key not in known:
-            known[key] = view, frame, _call_options(profile, view, borders, wished, engine)
-            found.append(known[key][2])
-        else:
-            found.append(_moved(profile, *known[key], view, frame))
-    return tuple(found)
+    finder = OptionFinder(profile, views, engine, rules)
+    return tuple(finder.find(view, [index]) for index, view in enumerate(views))
 
 
-def read_by_others(views: Sequence[BlockGraph]) -> frozenset[int]:
-    """The storages that an op of another block call reads.
+class OptionFinder:
+    """Find the options of calls, one after the other; equal ones are worked out once."""
 
-    Such a block may start its replays from them and then holds them, whoever drops them: dropping
-    one frees nothing for sure.
-    """
+    def __init__(
+        self,
+        profile: Profile,
+        views: Sequence[BlockGraph],
+        engine: str,
+        rules: Sequence[Rule] = (),
+    ) -> None:
+        check_engine(engine)
+        self.profile, self.engine, self.rules = profile, engine, rules
+        self._readers = _foreign_readers(views)
+        self._turn = turning_point(profile.graph.ops)
+        self._behind = min(self._turn, max((view.block.stop for view in views), default=0))
+        self._known: dict[Hashable, tuple[BlockGraph, Frame, CallOptions]] = {}
+
+    def find(self, view: BlockGraph, members: Collection[int]) -> CallOptions:
+        """The options of a call, or of one that stands for several: these are its `members`.
+
+        Several made one have two options: to keep all, and to drop all.
+        """
+        wished = wishes(view, self.rules)
+        frame = frame_of(view, self._behind, self._turn)
+        borders = self._borders(view, members)
+        is_joined = len(members) > 1
+        key = is_joined, _key(view, frame, borders, wished)
+        if key in self._known:
+            return _moved(self.profile, *self._known[key], view, frame)
+        found = _call_options(self.profile, view, borders, wished, self.engine, is_joined)
+        self._known[key] = view, frame, found
+        return found
+
+    def _borders(self, view: BlockGraph, members: Collection[int]) -> frozenset[int]:
+        """What a call saved that an op of another call reads.
+
+        The other may start its replays from it and then holds it, whoever drops it: dropping it
+        frees nothing for sure.
+        """
+        readers = ((number, self._readers.get(number, set())) for number in view.saved)
+        return frozenset(number for number, others in readers if others.difference(members))
+
+
+def _foreign_readers(views: Sequence[BlockGraph]) -> dict[int, set[int]]:
+    """For each storage that a call made, the other calls with an op that reads it."""
     owner = {number: index for index, view in enumerate(views) for number in view.own_storages}
-    return frozenset(
-        value.storage
-        for index, view in enumerate(views)
-        for op in view.graph.ops[view.block.start : view.block.stop]
-        for value in op.reads
-        if owner.get(value.storage, index) != index
-    )
+    readers: dict[int, set[int]] = {}
+    for index, view in enumerate(views):
+        for op in view.graph.ops[view.block.start : view.block.stop]:
+            for value in op.reads:
+                if owner.get(value.storage, index) != index:
+                    readers.setdefault(value.storage, set()).add(index)
+    return readers
 
 
 def _key(view: BlockGraph, frame: Frame, borders: frozenset[int], wished: Wishes) -> Hashable:
-    named = (borders.intersection(view.saved), wished.keep, wished.recompute)
+    named = (borders, wished.keep, wished.recompute)
     names = tuple(tuple(sorted(view.storage_key(n) for n in numbers)) for numbers in named)
     return fingerprint(view, frame), names
 
 
 def _call_options(
-    profile: Profile, view: BlockGraph, borders: frozenset[int], wished: Wishes, engine: str
+    profile: Profile,
+    view: BlockGraph,
+    borders: frozenset[int],
+    wished: Wishes,
+    engine: str,
+    is_joined: bool,
 ) -> CallOptions:
     droppable = frozenset(view.candidates) - borders - wished.keep
     if engine != "module" and droppable:
-        found = _by_replay(profile, view, droppable, droppable & wished.recompute)
+        sets = [droppable] if is_joined else drop_sets(profile, view, droppable)
+        found = _by_replay(profile, view, droppable, droppable & wished.recompute, sets)
         if len(found.options) > 1 or found.forced:
             return found
     if engine == "replay":
@@ -138,13 +170,22 @@ def _alone(option: Option) -> CallOptions:
 
 
 def _by_replay(
-    profile: Profile, view: BlockGraph, droppable: frozenset[int], forced: frozenset[int]
+    profile: Profile,
+    view: BlockGraph,
+    droppable: frozenset[int],
+    forced: frozenset[int],
+    sets: Iterable[frozenset[int]],
 ) -> CallOptions:
-    def drop(dropped: frozenset[int]) -> Option | None:
-        return _replayed(profile, view, (dropped & droppable) | forced)
+    # Equal calls ask for the same sets, and so does one solver after the other.
+    @functools.cache
+    def simulated(dropped: frozenset[int]) -> Option | None:
+        return _replayed(profile, view, dropped)
 
-    sets = [forced, *(chosen | forced for chosen in drop_sets(profile, view, droppable))]
-    options = filter(None, (drop(chosen) for chosen in dict.fromkeys(sets)))
+    def drop(dropped: frozenset[int]) -> Option | None:
+        return simulated((dropped & droppable) | forced)
+
+    every = [forced, *(chosen | forced for chosen in sets)]
+    options = filter(None, (drop(chosen) for chosen in dict.fromkeys(every)))
     return CallOptions(tuple(options) or (UNTOUCHED,), droppable, forced, drop)
 
 
@@ -235,10 +276,10 @@ def _moved(
         )
 
     droppable, forced = there(known.droppable), there(known.forced)
+    back = {number: other for other in known.droppable for number in there([other])}
 
     def drop(dropped: frozenset[int]) -> Option | None:
-        back = {number: other for other in known.droppable for number in there([other])}
-        option = known.drop(frozenset(back[number] for number in dropped))
+        option = known.drop(frozenset(back[number] for number in dropped if number in back))
         return None if option is None else moved(option)
 
     return CallOptions(tuple(moved(option) for option in known.options), droppable, forced, drop)

@@ -15,51 +15,27 @@ from leanstep.ir import Profile
 from leanstep.planner.cut import find_projects
 from leanstep.planner.options import CallOptions, Option
 from leanstep.simulator import base_levels, rises
-from leanstep.solvers.base import Bytes, Call, Candidate, Choice, Problem
+from leanstep.solvers.base import Bytes, Call, Candidate, Choice
 
 Starts = npt.NDArray[np.intp]
 
 
-def build_problem(
-    profile: Profile, views: Sequence[BlockGraph], options: Sequence[CallOptions]
-) -> Problem:
-    """Lay every option over the stretches of the step."""
-    bases = base_levels(profile)
-    starts = _stretch_starts(len(bases), views)
-    tops: Bytes = np.maximum.reduceat(bases + rises(profile.graph), starts)
-    layers = _Layers(profile, starts, bases)
-    pairs = zip(views, options, strict=True)
-    return Problem(tops, tuple(layers.call(view, call) for view, call in pairs))
+class Layers:
+    """Lay options over the stretches of a step, as rows of bytes."""
 
+    def __init__(self, profile: Profile, views: Sequence[BlockGraph]) -> None:
+        self.profile, self.bases = profile, base_levels(profile)
+        self.starts = _stretch_starts(len(self.bases), views)
 
-def _stretch_starts(num_positions: int, views: Sequence[BlockGraph]) -> Starts:
-    positions = {0}
-    for view in views:
-        positions.update(_turns(view))
-    return np.array(sorted(p for p in positions if 0 <= p < num_positions), dtype=np.intp)
+    @property
+    def tops(self) -> Bytes:
+        """The highest level of the untouched step in each stretch."""
+        tops: Bytes = np.maximum.reduceat(self.bases + rises(self.profile.graph), self.starts)
+        return tops
 
+    def call(self, view: BlockGraph, options: CallOptions, span: tuple[int, int]) -> Call:
+        """One call as a solver sees it; `span` are the calls of the step it stands for."""
 
-def _turns(view: BlockGraph) -> Iterator[int]:
-    """Every position where a decision about a call may change the level."""
-    graph, block = view.graph, view.block
-    yield from (block.start, block.stop)
-    yield from (unpack.position for unpack in view.unpacks)
-    yield from (save.release for save in view.saves)
-    touched = set(view.own_storages)
-    for op in graph.ops[block.start : block.stop]:
-        touched.update(value.storage for value in op.reads)
-    for number in touched:
-        storage = graph.storages[number]
-        yield from (storage.natural_death + 1, storage.death + 1)
-
-
-class _Layers:
-    """Turn options into rows over the stretches."""
-
-    def __init__(self, profile: Profile, starts: Starts, bases: Bytes) -> None:
-        self.profile, self.starts, self.bases = profile, starts, bases
-
-    def call(self, view: BlockGraph, options: CallOptions) -> Call:
         def drop(dropped: frozenset[int]) -> Choice | None:
             option = options.drop(dropped)
             return None if option is None else self.choice(option)
@@ -77,6 +53,7 @@ class _Layers:
             first=int(begin),
             drop=drop,
             find_candidates=lambda: tuple(self._candidates(view, options, asked)),
+            span=span,
         )
 
     def choice(self, option: Option) -> Choice:
@@ -86,12 +63,17 @@ class _Layers:
         nbytes = option.shift_bytes[lasting]
         np.add.at(changes, np.searchsorted(self.starts, option.shift_starts[lasting]), nbytes)
         np.subtract.at(changes, np.searchsorted(self.starts, option.shift_stops[lasting]), nbytes)
+        # Of the replays in a stretch the highest one counts.
+        places = np.searchsorted(self.starts, option.replay_positions)
+        stretches, where = np.unique(places, return_inverse=True)
+        tops = np.zeros(len(stretches), dtype=np.int64)
+        np.maximum.at(tops, where, self.bases[option.replay_positions] + option.replay_bytes)
         return Choice(
             dropped=option.dropped,
             seconds=option.seconds,
             deltas=np.cumsum(changes)[:-1],
-            replay_stretches=np.searchsorted(self.starts, option.replay_positions),
-            replay_tops=self.bases[option.replay_positions] + option.replay_bytes,
+            replay_stretches=stretches,
+            replay_tops=tops,
         )
 
     def _first_requests(self, view: BlockGraph) -> dict[int, int]:
@@ -117,7 +99,7 @@ class _Layers:
             yield Candidate(
                 storage=number,
                 nbytes=projects.freed_bytes[place],
-                seconds=projects.seconds([place]),
+                ops=projects.ops(place),
                 sources=sources[number],
                 last_forward=forward,
                 first_backward=backward,
@@ -128,10 +110,30 @@ class _Layers:
         return max(0, int(np.searchsorted(self.starts, position, side="right")) - 1)
 
 
+def _stretch_starts(num_positions: int, views: Sequence[BlockGraph]) -> Starts:
+    positions = {0}
+    for view in views:
+        positions.update(_turns(view))
+    return np.array(sorted(p for p in positions if 0 <= p < num_positions), dtype=np.intp)
+
+
+def _turns(view: BlockGraph) -> Iterator[int]:
+    """Every position where a decision about a call may change the level."""
+    graph, block = view.graph, view.block
+    yield from (block.start, block.stop)
+    yield from (unpack.position for unpack in view.unpacks)
+    yield from (save.release for save in view.saves)
+    touched = set(view.own_storages)
+    for op in graph.ops[block.start : block.stop]:
+        touched.update(value.storage for value in op.reads)
+    for number in touched:
+        storage = graph.storages[number]
+        yield from (storage.natural_death + 1, storage.death + 1)
+
+
 def _sources(view: BlockGraph, droppable: frozenset[int]) -> dict[int, frozenset[int]]:
     """For each candidate the other candidates that its ops read."""
-    makers = {value: op for op in view.reruns for value in op.writes}
-    there = view.available(())
+    makers, there = view.makers, view.available(())
     found = {}
     for number in droppable:
         reads, seen = set[int](), set[int]()

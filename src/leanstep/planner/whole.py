@@ -7,11 +7,11 @@ from leanstep.blockgraph import BlockGraph
 from leanstep.errors import BudgetError
 from leanstep.ir import Plan, Profile
 from leanstep.planner.lower import effects, lower
-from leanstep.planner.options import CallOptions, Option, check_engine, find_options
+from leanstep.planner.options import CallOptions, Option, check_engine
 from leanstep.planner.overrides import Rule, parse_rules, unmet
-from leanstep.planner.problem import build_problem
+from leanstep.planner.segments import Part, Parts
 from leanstep.simulator import peak_op, timeline
-from leanstep.solvers.base import PICOSECONDS, Choice, Outcome, Problem, Solution
+from leanstep.solvers.base import PICOSECONDS, Choice, Outcome, Problem, Solution, Solver
 from leanstep.solvers.chain import chain_of
 from leanstep.solvers.registry import find_solver
 from leanstep.solvers.relaxation import relax
@@ -25,25 +25,31 @@ class Space:
     profile: Profile
     engine: str
     rules: tuple[Rule, ...]
-    views: tuple[BlockGraph, ...]
-    options: tuple[CallOptions, ...]
+    parts: Parts
     problem: Problem
 
-    def picked(self, picks: Sequence[Choice]) -> list[Option]:
-        """The options that some choices stand for."""
-        return [_option(call, pick) for call, pick in zip(self.options, picks, strict=True)]
+    @property
+    def views(self) -> tuple[BlockGraph, ...]:
+        """The block calls of the step."""
+        return tuple(part.view for part in self.parts.alone)
+
+    @property
+    def options(self) -> tuple[CallOptions, ...]:
+        """The options of each block call."""
+        return tuple(part.options for part in self.parts.alone)
+
+    def picked(self, solution: Solution) -> list[tuple[Part, Option]]:
+        """The calls that a solution is about, each with the option picked for it."""
+        problem = solution.problem or self.problem
+        parts = [self.parts.run(*call.span) for call in problem.calls]
+        pairs = zip(parts, solution.picks, strict=True)
+        return [(part, _option(part.options, pick)) for part, pick in pairs]
 
     @property
     def notes(self) -> list[str]:
         """What the user should know about the overrides."""
         droppable = [call.droppable for call in self.options]
         return list(unmet(self.views, droppable, self.rules))
-
-    @property
-    def stuck(self) -> list[BlockGraph]:
-        """The calls that save something of their own and cannot drop any of it."""
-        pairs = zip(self.views, self.options, strict=True)
-        return [v for v, call in pairs if v.saved and not call.options[-1].dropped]
 
 
 def _option(call: CallOptions, pick: Choice) -> Option:
@@ -59,7 +65,7 @@ def plan(
     profile: Profile,
     budget: str | int | float = "60%",
     *,
-    solver: str = "auto",
+    solver: str | Solver = "auto",
     engine: str = "auto",
     overrides: Mapping[str, str] | None = None,
 ) -> Plan:
@@ -68,7 +74,8 @@ def plan(
     Args:
         profile: the recorded step, from `leanstep.profile` or from a file.
         budget: `"16GiB"`, a share of the unplanned peak such as `"60%"`, or bytes.
-        solver: `"auto"` is `"optimal"`; the others are there to compare with.
+        solver: `"auto"` is `"optimal"`; the others are there to compare with (`docs/solvers.md`).
+            A solver of one's own may be given as an object.
         engine: `"replay"` runs ops again, `"module"` whole blocks; `"auto"` takes `"replay"` where
             it can.
         overrides: what to keep or recompute in any case, by module or by op in a module:
@@ -92,49 +99,53 @@ def prepare(
 
 
 def _prepared(profile: Profile, engine: str, rules: tuple[Rule, ...]) -> Space:
-    views = tuple(BlockGraph(profile.graph, block) for block in profile.blocks)
-    options = find_options(profile, views, engine, rules)
-    return Space(profile, engine, rules, views, options, build_problem(profile, views, options))
+    parts = Parts(profile, engine, rules)
+    return Space(profile, engine, rules, parts, parts.problem())
 
 
-def plan_in(space: Space, budget_bytes: int, *, solver: str = "auto") -> Plan:
+def plan_in(space: Space, budget_bytes: int, *, solver: str | Solver = "auto") -> Plan:
     """Plan for one budget in a prepared space."""
     found_solver = find_solver(solver)
     solution = found_solver.solve(space.problem, budget_bytes)
     if not solution.is_found:
-        lowest = found_solver.lowest(space.problem)
-        raise _budget_error(space, lowest, budget_bytes, solver)
+        raise _budget_error(space, found_solver, budget_bytes)
     found = lower(
         space.profile,
-        space.views,
-        space.picked(solution.picks),
-        stuck=space.stuck,
+        space.picked(solution),
         notes=space.notes,
         solver=found_solver.name,
         budget_bytes=budget_bytes,
-        bound_seconds=_bound_seconds(space, solution, budget_bytes),
+        bound_seconds=bound_seconds(space, solution, budget_bytes),
     )
-    promised = space.problem.peak_bytes(solution.picks)
+    promised = (solution.problem or space.problem).peak_bytes(solution.picks)
     assert found.peak_bytes == promised <= budget_bytes, "problem and simulator must agree"
     return found
 
 
-def _bound_seconds(space: Space, solution: Solution, budget_bytes: int) -> float:
+def bound_seconds(space: Space, solution: Solution, budget_bytes: int) -> float:
+    """A proved lower bound for all plans whose exact peak fits: the solver's, or the relaxation.
+
+    Runs of calls made one can do what single calls cannot: their bound is then one for both.
+    """
     if solution.outcome is Outcome.OPTIMAL:
         return solution.bound_seconds
-    return max(solution.bound_seconds, bound_seconds(space, budget_bytes))
+    problems = {
+        id(problem): problem for problem in (space.problem, solution.problem or space.problem)
+    }
+    relaxed = min(relaxed_seconds(problem, budget_bytes) for problem in problems.values())
+    return max(solution.bound_seconds, relaxed)
 
 
-def bound_seconds(space: Space, budget_bytes: int) -> float:
-    """A lower bound for all plans in the space whose exact peak fits: the linear relaxation."""
-    chain = chain_of(space.problem)
+def relaxed_seconds(problem: Problem, budget_bytes: int) -> float:
+    """The linear relaxation's least time: a bound for every choice of the problem."""
+    chain = chain_of(problem)
     relaxation = relax(chain, budget_bytes + chain.slack_bytes(budget_bytes))
     return 0.0 if relaxation is None else relaxation.bound_picoseconds / PICOSECONDS
 
 
-def _budget_error(space: Space, lowest: Solution, budget_bytes: int, solver: str) -> BudgetError:
-    picked = space.picked(lowest.picks)
-    line = timeline(space.profile, effects(space.views, picked))
+def _budget_error(space: Space, solver: Solver, budget_bytes: int) -> BudgetError:
+    picked = space.picked(solver.lowest(space.problem))
+    line = timeline(space.profile, effects(picked))
     op = peak_op(space.profile, line)
     return BudgetError(
         budget_bytes,
@@ -146,7 +157,7 @@ def _budget_error(space: Space, lowest: Solution, budget_bytes: int, solver: str
     )
 
 
-def _to_blame(space: Space, budget_bytes: int, solver: str) -> tuple[str, ...]:
+def _to_blame(space: Space, budget_bytes: int, solver: Solver) -> tuple[str, ...]:
     """The rules without which the budget could be met, as few as possible."""
     blamed = space.rules
     if not blamed or not _fits_without(space, blamed, budget_bytes, solver):
@@ -158,7 +169,7 @@ def _to_blame(space: Space, budget_bytes: int, solver: str) -> tuple[str, ...]:
     return tuple(str(rule) for rule in blamed)
 
 
-def _fits_without(space: Space, rules: Sequence[Rule], budget_bytes: int, solver: str) -> bool:
+def _fits_without(space: Space, rules: Sequence[Rule], budget_bytes: int, solver: Solver) -> bool:
     left = tuple(rule for rule in space.rules if rule not in rules)
     freer = _prepared(space.profile, space.engine, left)
-    return find_solver(solver).solve(freer.problem, budget_bytes).is_found
+    return solver.solve(freer.problem, budget_bytes).is_found

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator
 from torch import nn
 
 from leanstep.ir import Block, Graph, ModuleCall
+from leanstep.ir.blocks import saves_in
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -147,7 +148,7 @@ def _blocks(
 
 def _whole_block(graph: Graph, index: int) -> Block:
     call = graph.calls[index]
-    saves = _saves_in(graph, {index})
+    saves = saves_in(graph, {index})
     return Block(call.path, call.class_name, call.occurrence, call.start, call.stop, saves)
 
 
@@ -171,14 +172,6 @@ def _stretch_blocks(graph: Graph, parent: int, stretches: list[tuple[str, ...]])
             occurrence=graph.calls[parent].occurrence,
             start=graph.calls[own[0]].start,
             stop=graph.calls[own[-1]].stop,
-            saves=_saves_in(graph, set(own)),
+            saves=saves_in(graph, set(own)),
             children=children,
         )
-
-
-def _saves_in(graph: Graph, roots: set[int]) -> tuple[int, ...]:
-    inside = set(roots)
-    for index, call in enumerate(graph.calls):
-        if call.parent in inside:
-            inside.add(index)
-    return tuple(index for index, save in enumerate(graph.saves) if save.call in inside)

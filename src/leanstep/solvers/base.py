@@ -11,7 +11,8 @@ any other set of its candidates with `drop`.
 
 import enum
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -50,17 +51,23 @@ class Choice:
 class Candidate:
     """One storage that a call may drop, as a greedy algorithm wants to know it.
 
-    `seconds` rebuild it from its `sources`, other candidates of the call, and from what is there
-    anyway. It lies idle between the stretches `last_forward` and `first_backward`.
+    `ops` are what runs again to rebuild it from its `sources`, other candidates of the call, and
+    from what is there anyway: each by a number, with its seconds. Candidates of a call that need
+    the same op share it. It lies idle between the stretches `last_forward` and `first_backward`.
     """
 
     storage: int
     nbytes: int
-    seconds: float
+    ops: Mapping[int, float]
     sources: frozenset[int]
     last_forward: int
     first_backward: int
     last_backward: int
+
+    @property
+    def seconds(self) -> float:
+        """The time to rebuild it from its sources."""
+        return sum(self.ops.values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +77,7 @@ class Call:
     The first choice keeps all it may, the last one drops all it may. `start` and `stop` are the
     stretches of its forward pass, and `first` the one where backward first asks for something.
     `drop` simulates any set of candidates; it gives None where one of them cannot be rebuilt.
+    `span` are the calls of the step it stands for, more than one where they run as one.
     """
 
     name: str
@@ -79,6 +87,7 @@ class Call:
     first: int
     drop: Callable[[frozenset[int]], Choice | None] = field(repr=False)
     find_candidates: Callable[[], tuple[Candidate, ...]] = field(default=tuple, repr=False)
+    span: tuple[int, int] = (0, 1)
 
     @functools.cached_property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -90,19 +99,38 @@ class Call:
 class Problem:
     """Pick one choice for each call: least seconds, no level above the budget.
 
-    `tops` is the highest level of the untouched step in each stretch. `merged` gives the same
-    step with runs of calls made into one call each, where the runs can be executed so: the
-    children of a Sequential. Asked for `groups`, lists of consecutive calls, it returns the problem
-    with every run merged that can be, and the calls in place of each group.
+    `tops` is the highest level of the untouched step in each stretch. At a place in `joints`,
+    number i, the calls i - 1 and i may run as one; `join` makes one call of the calls from one
+    number up to another where all places between are joints.
     """
 
     tops: Bytes = field(repr=False)
     calls: tuple[Call, ...]
-    merged: "Callable[[Sequence[Sequence[int]]], Problem] | None" = field(default=None, repr=False)
+    joints: frozenset[int] = frozenset()
+    join: Callable[[int, int], Call] | None = field(default=None, repr=False)
+
+    def segment(self, start: int, stop: int) -> tuple[Call, ...]:
+        """The fewest calls that run the calls from `start` up to `stop`."""
+        borders = [start, *(i for i in range(start + 1, stop) if i not in self.joints), stop]
+        return tuple(self._run(*pair) for pair in itertools.pairwise(borders))
+
+    def _run(self, start: int, stop: int) -> Call:
+        if stop - start == 1:
+            return self.calls[start]
+        assert self.join is not None, "joints come with a way to join"
+        return self.join(start, stop)
+
+    def with_calls(self, calls: Iterable[Call]) -> "Problem":
+        """The same step with some runs of calls made one; to be given back with the picks."""
+        return Problem(self.tops, tuple(calls))
 
     def peak_bytes(self, picks: Iterable[Choice]) -> int:
         """The exact peak of the step with one choice for each call."""
         return int(self.levels(picks).max(initial=0))
+
+    def picoseconds(self, picks: Iterable[Choice]) -> int:
+        """The extra time as a whole number: what answers are compared by."""
+        return sum(pick.picoseconds for pick in picks)
 
     def levels(self, picks: Iterable[Choice]) -> Bytes:
         """The highest level in each stretch."""
@@ -115,7 +143,7 @@ class Problem:
 
     def seconds(self, picks: Iterable[Choice]) -> float:
         """The extra time of one choice for each call."""
-        return sum(pick.picoseconds for pick in picks) / PICOSECONDS
+        return self.picoseconds(picks) / PICOSECONDS
 
     @property
     def kept(self) -> tuple[Choice, ...]:
@@ -141,8 +169,9 @@ class Outcome(enum.Enum):
 class Solution:
     """An outcome, and one choice for each call where there is one.
 
-    `problem` is set where the picks are for the calls of a merged problem. `bound_seconds` is a
-    proved lower bound over the listed choices, 0 where the solver has none.
+    `problem` is set where the picks are for other calls than those of the problem asked about
+    (`Problem.with_calls`). `bound_seconds` is a proved lower bound over the listed choices, 0 where
+    the solver has none.
     """
 
     outcome: Outcome

@@ -1,44 +1,52 @@
-"""Recompute whole blocks at even distances, as few as fit: what people do by hand."""
+"""Recompute even segments of the chain of calls: what people do by hand.
 
-from collections.abc import Iterator
+The cut of `torch.utils.checkpoint.checkpoint_sequential` (and of VISSL): k segments of n // k
+calls, the last one longer. All but the last are recomputed; the last is kept, since its backward
+follows at once.
+"""
+
 from dataclasses import dataclass
 
-from leanstep.solvers.base import Choice, Outcome, Problem, Solution
+from leanstep.errors import InputError
+from leanstep.solvers.answers import Answer, answers_to, fastest_of, lowest_of
+from leanstep.solvers.base import Problem, Solution
+from leanstep.solvers.cuts import answer_to_cut
 
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """Drop all that can be dropped in evenly spaced calls.
+    """Cut the calls into `segments` even segments and recompute all but the last.
 
-    Tries 0, 1, 2, ... calls and stops at the first number that fits; costs one evaluation of the
-    step for each. Knows nothing of what a call costs.
+    Without a number it takes the fastest that fits of 1, 2, ... segments, 1 being the untouched
+    step; costs one evaluation of the step for each. Knows nothing of what a call costs.
     """
 
+    segments: int | None = None
     name: str = "uniform"
 
+    def __post_init__(self) -> None:
+        if self.segments is not None and self.segments < 1:
+            raise InputError(f"a step cannot be cut into {self.segments} segments: use 1 or more")
+
     def solve(self, problem: Problem, budget_bytes: int) -> Solution:
-        """Use the smallest number of recomputed calls that fits."""
-        for picks in _selections(problem):
-            if problem.peak_bytes(picks) <= budget_bytes:
-                return Solution(Outcome.FEASIBLE, picks)
-        return Solution(Outcome.NOT_FOUND)
+        """Use the fastest number of segments that fits."""
+        return fastest_of(self._answers(problem), budget_bytes)
 
     def lowest(self, problem: Problem) -> Solution:
-        """Use the number of recomputed calls with the lowest peak."""
-        return Solution(Outcome.FEASIBLE, min(_selections(problem), key=problem.peak_bytes))
+        """Use the number of segments with the lowest peak."""
+        return lowest_of(self._answers(problem))
 
-
-def _selections(problem: Problem) -> Iterator[tuple[Choice, ...]]:
-    """Selections of growing cost. A call with one choice has nothing to drop and is passed over."""
-    able = [index for index, call in enumerate(problem.calls) if len(call.choices) > 1]
-    slowest = -1.0
-    for count in range(len(able) + 1):
-        dropped = {able[(2 * place + 1) * len(able) // (2 * count)] for place in range(count)}
-        picks = tuple(
-            call.choices[-1 if index in dropped else 0] for index, call in enumerate(problem.calls)
+    def _answers(self, problem: Problem) -> tuple[Answer, ...]:
+        most = max(1, len(problem.calls))
+        numbers = range(1, most + 1) if self.segments is None else [min(self.segments, most)]
+        return answers_to(
+            problem,
+            f"uniform, {self.segments} segments",
+            lambda: [_cut(problem, number) for number in numbers],
         )
-        # Blocks differ: one more of them at other places can be faster, and budgets would not be
-        # monotone if a slower selection were offered first.
-        if problem.seconds(picks) > slowest:
-            slowest = problem.seconds(picks)
-            yield picks
+
+
+def _cut(problem: Problem, num_segments: int) -> Answer:
+    size = len(problem.calls) // num_segments
+    starts = (place * size for place in range(num_segments - 1))
+    return answer_to_cut(problem, [(start, start + size) for start in starts])

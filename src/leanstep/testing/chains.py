@@ -1,8 +1,8 @@
-"""Small synthetic profiles for tests of planners and solvers; needs no torch.
+"""Chains of blocks of layers: the simplest steps that a planner meets.
 
-A chain of blocks of layers. Each layer reads the output of the one before and makes its own; where
-it says so, autograd saves its input. Backward walks the layers in the opposite order, each making
-the gradient of its input. So a block can drop what its layers saved of each other's outputs; its
+Each layer reads the output of the one before and makes its own; where it says so, autograd saves
+its input. Backward walks the layers in the opposite order, each making the gradient of its input.
+So a block can drop what its layers saved of each other's outputs; its
 own input belongs to the block before.
 """
 
@@ -50,17 +50,25 @@ def chain_profile(
     input_bytes: int = 64,
     parameter_bytes: int = 1000,
     head_bytes: int = 64,
+    is_sequential: bool = False,
 ) -> Profile:
-    """Make the profile of one step over a chain of blocks, with a head that is in no block."""
+    """Make the profile of one step over a chain of blocks, with a head that is in no block.
+
+    With `is_sequential` the blocks are the children of one Sequential: they can run as one.
+    """
     layers = [layer for block in blocks for layer in block]
     step = _Step(layers=[*layers, Layer(head_bytes)])
     step.build(input_bytes, parameter_bytes)
-    calls, found = [], []
-    start = 0
+    calls, found = list[ModuleCall](), []
+    if is_sequential:
+        calls.append(ModuleCall("layers", "Sequential", 0, -1, 0, len(layers)))
+    parent, start = len(calls) - 1, 0
     for index, block in enumerate(blocks):
         stop = start + len(block)
         saves = tuple(n for n, save in enumerate(step.saves) if start <= save.position < stop)
-        calls.append(ModuleCall(f"layers.{index}", "Block", 0, -1, start, stop))
+        for number in saves:
+            step.saves[number] = replace(step.saves[number], call=len(calls))
+        calls.append(ModuleCall(f"layers.{index}", "Block", 0, parent, start, stop))
         found.append(Block(f"layers.{index}", "Block", 0, start, stop, saves))
         start = stop
     graph = Graph(
@@ -70,7 +78,7 @@ def chain_profile(
         unpacks=tuple(step.unpacks),
         calls=tuple(calls),
     )
-    return _profile(graph, tuple(found), tuple(step.costs))
+    return profile_of(graph, tuple(found), tuple(step.costs))
 
 
 def random_profile(seed: int, *, num_blocks: int = 3, most_layers: int = 4) -> Profile:
@@ -161,12 +169,15 @@ class _Step:
 def _with_call(op: Op, index: int, calls: Sequence[ModuleCall]) -> Op:
     """The op inside the block it ran in; its name then no longer tells equal blocks apart."""
     for number, call in enumerate(calls):
-        if call.start <= index < call.stop:
+        if call.start <= index < call.stop and call.class_name == "Block":
             return replace(op, call=number, name="layer")
     return op
 
 
-def _profile(graph: Graph, blocks: tuple[Block, ...], costs: tuple[Cost, ...]) -> Profile:
+def profile_of(
+    graph: Graph, blocks: tuple[Block, ...], costs: tuple[Cost, ...], model: str = "chain"
+) -> Profile:
+    """The profile of a graph put together by hand, with the peak that the simulator finds."""
     seconds = sum(costs[op.cost].seconds for op in graph.ops)
     profile = Profile(
         graph=graph,
@@ -177,6 +188,6 @@ def _profile(graph: Graph, blocks: tuple[Block, ...], costs: tuple[Cost, ...]) -
         peak_bytes=0,
         device="cpu",
         torch_version="",
-        model="chain",
+        model=model,
     )
     return replace(profile, peak_bytes=simulate(profile).peak_bytes)

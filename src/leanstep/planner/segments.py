@@ -1,0 +1,67 @@
+"""Runs of block calls that can be executed as one, and their options.
+
+Neighbours in one call of a Sequential run as one where nothing lies between them: the values that
+pass from one to the other are then inside, and may be dropped too. Everything a run does to the
+step happens at places where its members may do something, so it fits the stretches of the problem.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from leanstep.blockgraph import BlockGraph
+from leanstep.ir import Block, Profile
+from leanstep.ir.blocks import Sequentials
+from leanstep.planner.options import CallOptions, OptionFinder
+from leanstep.planner.overrides import Rule
+from leanstep.planner.problem import Layers
+from leanstep.solvers.base import Call, Problem
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """One call, or a run of calls made one: how the graph, the planner and a solver see it."""
+
+    view: BlockGraph
+    options: CallOptions
+    call: Call
+
+
+class Parts:
+    """Every call of a step, and every run of calls that can be executed as one, when asked for."""
+
+    def __init__(self, profile: Profile, engine: str, rules: Sequence[Rule]) -> None:
+        views = [BlockGraph(profile.graph, block) for block in profile.blocks]
+        self.profile, self._names = profile, Sequentials(profile.graph)
+        self._finder = OptionFinder(profile, views, engine, rules)
+        self._layers = Layers(profile, views)
+        self._runs: dict[tuple[int, int], Part] = {}
+        self.alone = tuple(self._part(view, (i, i + 1)) for i, view in enumerate(views))
+
+    def problem(self) -> Problem:
+        """What a solver is given."""
+        return Problem(
+            tops=self._layers.tops,
+            calls=tuple(part.call for part in self.alone),
+            joints=frozenset(
+                place for place in range(1, len(self.alone)) if self._joined(place - 1, place + 1)
+            ),
+            join=lambda start, stop: self.run(start, stop).call,
+        )
+
+    def run(self, start: int, stop: int) -> Part:
+        """The calls from one number up to another as one."""
+        if stop - start == 1:
+            return self.alone[start]
+        if (start, stop) not in self._runs:
+            block = self._joined(start, stop)
+            assert block is not None, "a solver joins only where it may"
+            view = BlockGraph(self.profile.graph, block)
+            self._runs[start, stop] = self._part(view, (start, stop))
+        return self._runs[start, stop]
+
+    def _joined(self, start: int, stop: int) -> Block | None:
+        return self._names.join(self.profile.blocks[start:stop])
+
+    def _part(self, view: BlockGraph, span: tuple[int, int]) -> Part:
+        options = self._finder.find(view, range(*span))
+        return Part(view, options, self._layers.call(view, options, span))
