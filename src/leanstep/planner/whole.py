@@ -139,7 +139,7 @@ def bound_seconds(space: Space, solution: Solution, budget_bytes: int) -> float:
 def relaxed_seconds(problem: Problem, budget_bytes: int) -> float:
     """The linear relaxation's least time: a bound for every choice of the problem."""
     chain = chain_of(problem)
-    relaxation = relax(chain, budget_bytes + chain.slack_bytes(budget_bytes))
+    relaxation = relax(problem, chain, budget_bytes)
     return 0.0 if relaxation is None else relaxation.bound_picoseconds / PICOSECONDS
 
 

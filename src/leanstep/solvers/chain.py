@@ -1,10 +1,11 @@
-"""The problem as a chain of block calls: what each choice frees while its call is open.
+"""The problem as a path through the block calls: what each move frees, and needs while it runs.
 
+A *move* runs one call under one of its choices, or a run of calls as one where they can be joined.
 While a call is *open*, between the end of its forward pass and the beginning of its backward pass,
-its choice lowers the level by `freed` bytes. Backward runs in the opposite order, so the open calls
-at any point are the first few of the chain. Every stretch is then either inside one call (`inside`:
-the highest level there with nothing else freed; the calls before it are open) or in the gap behind
-an open prefix of the chain.
+its move lowers the level by `freed` bytes. Backward runs in the opposite order, so the open calls
+at any point are the first few. Every stretch is then either inside one call (`inside`: the highest
+level there with nothing else freed; the calls before it are open) or in the gap behind some number
+of open calls.
 
 Some bytes come free only later: autocast holds its copies of the weights until it ends, so dropping
 one helps from there on. The step is therefore cut in two *eras* where the freed bytes of many calls
@@ -15,10 +16,12 @@ at its worst over their choices. So the chain's level is never below the exact o
 order of backward; `slack_bytes` bounds by how much it can be above.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from leanstep.solvers.base import Bytes, Call, Choice, Places, Problem
 
@@ -27,26 +30,41 @@ NOWHERE = -(2**60)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Link:
-    """The choices of one call as numbers: `places` are theirs in the call.
+class Moves:
+    """The moves from one place of the path on, one array entry each.
 
-    `freed` and `inside` have a row an era and a column a choice.
+    `stops` is where each leads, `calls` and `choices` what it picks. `freed` and `inside` have a
+    row an era and a column a move.
     """
 
-    places: Places
+    calls: tuple[Call, ...]
+    choices: tuple[Choice, ...]
+    stops: Places
     picoseconds: Bytes
     freed: Bytes
     inside: Bytes
 
+    def at(self, places: Places) -> "Moves":
+        """Some of the moves."""
+        return Moves(
+            tuple(self.calls[place] for place in places),
+            tuple(self.choices[place] for place in places),
+            self.stops[places],
+            self.picoseconds[places],
+            self.freed[:, places],
+            self.inside[:, places],
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chain:
-    """Every call as a link; `gaps[era, i]` is the highest level while just the first i are open."""
+    """The moves from every place; `gaps[era, i]` is the highest level while the first i are open."""
 
-    links: tuple[Link, ...]
+    moves: tuple[Moves, ...]
     gaps: Bytes
     highest: Bytes
     slack: Bytes
+    open_calls: Places
 
     @property
     def num_eras(self) -> int:
@@ -57,22 +75,26 @@ class Chain:
         """How far the chain's peak can be above the exact one, where the budget matters."""
         return int(self.slack[self.highest + self.slack > budget_bytes].max(initial=0))
 
-    def peak_bytes(self, selection: Sequence[int]) -> int:
-        """The chain's level for one entry of each link."""
-        freed = np.zeros(self.num_eras, dtype=np.int64)
+    def peak_bytes(self, path: Sequence[int]) -> int:
+        """The chain's level for a path: the number of a move at each place it comes to."""
+        freed, place = np.zeros(self.num_eras, dtype=np.int64), 0
         peak = int(self.gaps[:, 0].max())
-        for number, (link, place) in enumerate(zip(self.links, selection, strict=True), start=1):
-            peak = max(peak, int((link.inside[:, place] - freed).max()))
-            freed += link.freed[:, place]
-            peak = max(peak, int((self.gaps[:, number] - freed).max()))
+        for number in path:
+            moves = self.moves[place]
+            peak = max(peak, int((moves.inside[:, number] - freed).max()))
+            freed += moves.freed[:, number]
+            place = int(moves.stops[number])
+            peak = max(peak, int((self.gaps[:, place] - freed).max()))
         return peak
 
-    def picks(self, problem: Problem, selection: Sequence[int]) -> tuple[Choice, ...]:
-        """The choices of the problem at the given entries."""
-        return tuple(
-            call.choices[int(link.places[place])]
-            for call, link, place in zip(problem.calls, self.links, selection, strict=True)
-        )
+    def picks(self, path: Sequence[int]) -> tuple[tuple[Call, Choice], ...]:
+        """The calls of a path, each with its choice."""
+        picks, place = [], 0
+        for number in path:
+            moves = self.moves[place]
+            picks.append((moves.calls[number], moves.choices[number]))
+            place = int(moves.stops[number])
+        return tuple(picks)
 
 
 def chain_of(problem: Problem) -> Chain:
@@ -108,6 +130,7 @@ def _reduced(problem: Problem) -> Chain:
         _settled(problem, call, window, era) for call, window in zip(calls, windows, strict=True)
     ]
     owner, prefix = _owners(len(tops), windows)
+    open_calls = np.where(owner >= 0, owner, prefix)
     raised = _with_foreign_replays(problem, owner)
     others, slack, highest = np.zeros_like(tops), np.zeros_like(tops), raised.copy()
     freed = [
@@ -122,14 +145,16 @@ def _reduced(problem: Problem) -> Chain:
         most = relative.max(axis=0)
         others += most
         slack += most - relative.min(axis=0)
-    links = tuple(
-        _link(call, freed[index], others, raised, np.where(owner == index, era, -1))
+    alone = (
+        _undominated(
+            _moves(call, index, freed[index], raised, others, np.where(owner == index, era, -1))
+        )
         for index, call in enumerate(calls)
     )
-    levels = np.where(owner < 0, raised + others, NOWHERE)
     gaps = np.full((num_eras, len(calls) + 1), NOWHERE, dtype=np.int64)
-    np.maximum.at(gaps, (era, prefix), levels)
-    return Chain(links, gaps, highest, slack)
+    np.maximum.at(gaps, (era, prefix), np.where(owner < 0, raised + others, NOWHERE))
+    chain = Chain(tuple(alone), gaps, highest, slack, open_calls)
+    return chain if np.any(others) else _with_runs(problem, chain, era, owner < 0)
 
 
 def _settled(problem: Problem, call: Call, window: _Window, era: Places) -> _Window:
@@ -210,30 +235,104 @@ def _freed(tops: Bytes, call: Call, window: _Window, era: Places, num_eras: int)
     return freed
 
 
-def _link(call: Call, freed: Bytes, others: Bytes, tops: Bytes, own_era: Places) -> Link:
-    """`own_era` is the era of each stretch inside the call, -1 outside."""
-    own = np.flatnonzero(own_era >= 0)
-    bases = (tops + others)[own]
-    inside = np.full_like(freed, NOWHERE)
-    for place, choice in enumerate(call.choices):
-        np.maximum.at(inside[:, place], own_era[own], bases + choice.deltas[own])
-        here = choice.replay_stretches[own_era[choice.replay_stretches] >= 0]
-        replay_tops = choice.replay_tops[own_era[choice.replay_stretches] >= 0]
-        levels = replay_tops + others[here] + choice.deltas[here]
-        np.maximum.at(inside[:, place], own_era[here], levels)
+def _moves(
+    call: Call, index: int, freed: Bytes, tops: Bytes, others: Bytes, own_era: Places
+) -> Moves:
+    """A call's choices as moves; `own_era` is the era of each stretch inside it, -1 outside."""
+    levels = [_inside(c, tops, others, own_era, len(freed)) for c in call.choices]
+    inside = np.stack(levels, axis=1)
     seconds = np.array([choice.picoseconds for choice in call.choices], dtype=np.int64)
-    return _undominated(seconds, freed, inside)
+    stops = np.full(len(seconds), index + 1, dtype=np.intp)
+    return Moves((call,) * len(seconds), call.choices, stops, seconds, freed, inside)
 
 
-def _undominated(picoseconds: Bytes, freed: Bytes, inside: Bytes) -> Link:
-    """The entries that are better than any other in some way; of equal ones the first."""
-    order = np.lexsort((inside.max(axis=0), -freed[-1], picoseconds))
+def _inside(choice: Choice, tops: Bytes, others: Bytes, own_era: Places, num_eras: int) -> Bytes:
+    """The highest level in its own stretches under a choice, in each era."""
+    inside = np.full(num_eras, NOWHERE, dtype=np.int64)
+    added = others + choice.deltas
+    own = np.flatnonzero(own_era >= 0)
+    np.maximum.at(inside, own_era[own], tops[own] + added[own])
+    is_here = own_era[choice.replay_stretches] >= 0
+    here = choice.replay_stretches[is_here]
+    np.maximum.at(inside, own_era[here], choice.replay_tops[is_here] + added[here])
+    return inside
+
+
+def _undominated(moves: Moves) -> Moves:
+    """The moves that are better than any other in some way; of equal ones the first."""
+    order = np.lexsort((moves.inside.max(axis=0), -moves.freed[-1], moves.picoseconds))
     kept: list[int] = []
     for place in order:
         held = np.array(kept, dtype=np.intp)
-        frees = (freed[:, held] >= freed[:, [place]]).all(axis=0)
-        fits = (inside[:, held] <= inside[:, [place]]).all(axis=0)
-        if not np.any(frees & fits):
+        frees = (moves.freed[:, held] >= moves.freed[:, [place]]).all(axis=0)
+        fits = (moves.inside[:, held] <= moves.inside[:, [place]]).all(axis=0)
+        leads = moves.stops[held] == moves.stops[place]
+        if not np.any(frees & fits & leads):
             kept.append(int(place))
-    places = np.array(sorted(kept), dtype=np.intp)
-    return Link(places, picoseconds[places], freed[:, places], inside[:, places])
+    return moves.at(np.array(sorted(kept), dtype=np.intp))
+
+
+def _with_runs(problem: Problem, chain: Chain, era: Places, is_gap: npt.NDArray[np.bool_]) -> Chain:
+    """The chain with runs of joined calls as further moves."""
+    if not problem.joints:
+        return chain
+    moves = []
+    for start, alone in enumerate(chain.moves):
+        runs: list[Moves] = []
+        for run in _runs(problem, start):
+            # The gaps between its calls are inside it; what is open in its first gap is before it.
+            opened = chain.open_calls
+            own = (start <= opened) & (opened < run.span[1]) & ~(is_gap & (opened == start))
+            runs.extend(_run_moves(problem, run, np.where(own, era, -1), era, chain))
+        moves.append(_undominated(_together([alone, *runs])))
+    return replace(chain, moves=tuple(moves))
+
+
+def _runs(problem: Problem, start: int) -> Iterator[Call]:
+    """The runs of more than one call that begin here."""
+    # On an even chain of n calls, runs of √n are the lowest: twice that is room enough.
+    last = min(len(problem.calls), start + 2 * math.isqrt(len(problem.calls)) + 2)
+    for stop in range(start + 2, last + 1):
+        if stop - 1 not in problem.joints:
+            return
+        run = problem.segment(start, stop)[0]
+        if len(run.choices) > 1:
+            yield run
+
+
+def _run_moves(
+    problem: Problem, run: Call, own_era: Places, era: Places, chain: Chain
+) -> Iterator[Moves]:
+    """The choices of a run that drop something, where they fit the picture of a chain."""
+    is_open = chain.open_calls >= run.span[1]
+    for choice in run.choices[1:]:
+        freed = np.zeros(chain.num_eras, dtype=np.int64)
+        for number in range(chain.num_eras):
+            while_open = choice.deltas[is_open & (era == number)]
+            freed[number] = -int(while_open[0]) if len(while_open) else 0
+        expected = np.where(is_open, -freed[era], 0)
+        is_orderly = np.array_equal(
+            np.where(own_era >= 0, 0, choice.deltas), np.where(own_era >= 0, 0, expected)
+        )
+        if is_orderly and np.all(own_era[choice.replay_stretches] >= 0):
+            zeros = np.zeros_like(problem.tops)
+            inside = _inside(choice, problem.tops, zeros, own_era, chain.num_eras)
+            yield Moves(
+                (run,),
+                (choice,),
+                np.array([run.span[1]], dtype=np.intp),
+                np.array([choice.picoseconds], dtype=np.int64),
+                freed[:, None],
+                inside[:, None],
+            )
+
+
+def _together(parts: Sequence[Moves]) -> Moves:
+    return Moves(
+        tuple(call for part in parts for call in part.calls),
+        tuple(choice for part in parts for choice in part.choices),
+        np.concatenate([part.stops for part in parts]),
+        np.concatenate([part.picoseconds for part in parts]),
+        np.concatenate([part.freed for part in parts], axis=1),
+        np.concatenate([part.inside for part in parts], axis=1),
+    )

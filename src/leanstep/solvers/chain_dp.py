@@ -75,12 +75,15 @@ class _Move:
 
 
 def _moves(problem: Problem, chain: Chain, start: int) -> list[_Move]:
-    call, link = problem.calls[start], chain.links[start]
+    moves = chain.moves[start]
     # Answers are judged by their exact peaks; the later era is where the peak mostly is.
-    numbers = zip(link.places, link.freed[-1], link.inside.max(axis=0), strict=True)
+    numbers = zip(
+        moves.calls, moves.choices, moves.freed[-1], moves.inside.max(axis=0), strict=True
+    )
     alone = [
-        _Move(call, call.choices[int(place)], start + 1, int(freed), int(inside))
-        for place, freed, inside in numbers
+        _Move(call, choice, start + 1, int(freed), int(inside))
+        for call, choice, freed, inside in numbers
+        if call is problem.calls[start]
     ]
     runs = (problem.segment(start, stop)[0] for stop in _stops(problem, start))
     joined = [_recomputed(problem, run) for run in runs if len(run.choices) > 1]

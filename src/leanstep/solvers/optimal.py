@@ -10,10 +10,10 @@ function of the budget alone; hence more budget is never slower, and less budget
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from leanstep.solvers.base import PICOSECONDS, Choice, Outcome, Problem, Solution
+from leanstep.solvers.base import PICOSECONDS, Call, Choice, Outcome, Problem, Solution
 from leanstep.solvers.chain import Chain, chain_of
 from leanstep.solvers.milp import Milp
-from leanstep.solvers.pareto import fastest, lowest_peak_bytes, picoseconds
+from leanstep.solvers.pareto import Path, fastest, lowest_peak_bytes, picoseconds
 
 # Answers tried above the budget before taking the one for the budget itself. Beyond that more
 # budget could in rare cases be slower; no recorded model has needed more than a few.
@@ -24,12 +24,14 @@ MOST_SWEEPS = 4
 # Up to this many choices the integer program is fast whatever their numbers.
 SMALL_CHOICES = 400
 
+Picks = tuple[tuple[Call, Choice], ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Optimal:
-    """Least seconds over all listed choices, proved; of equally fast ones the lowest peak.
+    """Least seconds over all listed choices and runs of calls, proved; then the lowest peak.
 
-    Takes milliseconds for tens of calls with tens of choices. The default.
+    Takes tens of milliseconds to seconds for a hundred calls with tens of choices. The default.
     """
 
     name: str = "optimal"
@@ -40,21 +42,22 @@ class Optimal:
         slack_bytes = chain.slack_bytes(budget_bytes)
         if slack_bytes and _is_small(problem):
             return Milp().solve(problem, budget_bytes)
-        floor = self.lowest(problem)
-        if problem.peak_bytes(floor.picks) > budget_bytes:
+        lowest = self.lowest(problem)
+        if _peak_bytes(problem, lowest) > budget_bytes:
             return Solution(Outcome.NOT_FOUND if slack_bytes else Outcome.INFEASIBLE)
         bound = 0.0
-        fitting = [floor.picks]
-        for number, (picks, seconds) in enumerate(_answers(problem, chain, budget_bytes)):
+        fitting = [lowest]
+        for number, path in enumerate(_answers(problem, chain, budget_bytes)):
             # The first answer allows every selection that fits exactly: none is faster.
-            bound = seconds if number == 0 else bound
-            if problem.peak_bytes(picks) <= budget_bytes:
-                fitting.append(picks)
+            bound = picoseconds(chain, path) / PICOSECONDS if number == 0 else bound
+            answer = _solution(problem, chain.picks(path), Outcome.FEASIBLE)
+            if _peak_bytes(problem, answer) <= budget_bytes:
+                fitting.append(answer)
                 break
-        best = min(fitting, key=lambda picks: (problem.seconds(picks), problem.peak_bytes(picks)))
-        is_proved = problem.seconds(best) <= bound
+        best = min(fitting, key=lambda s: (problem.picoseconds(s.picks), _peak_bytes(problem, s)))
+        is_proved = problem.seconds(best.picks) <= bound
         outcome = Outcome.OPTIMAL if is_proved else Outcome.FEASIBLE
-        return Solution(outcome, best, bound_seconds=bound)
+        return Solution(outcome, best.picks, best.problem, bound_seconds=bound)
 
     def lowest(self, problem: Problem) -> Solution:
         """Find the lowest peak by bisection, then the least time there."""
@@ -68,34 +71,43 @@ def _is_small(problem: Problem) -> bool:
     return sum(len(call.choices) for call in problem.calls) <= SMALL_CHOICES
 
 
+def _peak_bytes(problem: Problem, solution: Solution) -> int:
+    return (solution.problem or problem).peak_bytes(solution.picks)
+
+
+def _solution(problem: Problem, picks: Picks, outcome: Outcome) -> Solution:
+    """A solution in the problem asked about, or in one where some runs of calls are one."""
+    calls, choices = tuple(call for call, _ in picks), tuple(choice for _, choice in picks)
+    is_plain = len(calls) == len(problem.calls)
+    return Solution(outcome, choices, None if is_plain else problem.with_calls(calls))
+
+
 def _lowest(problem: Problem) -> Solution:
     chain = chain_of(problem)
-    selection = fastest(chain, lowest_peak_bytes(chain))
-    assert selection is not None, "the lowest peak can be reached"
-    picks = chain.picks(problem, selection)
+    path = fastest(problem, chain, lowest_peak_bytes(chain))
+    assert path is not None, "the lowest peak can be reached"
+    found = _solution(problem, chain.picks(path), Outcome.OPTIMAL)
     # The chain proved its own level least; where levels are exact there is nothing to gain.
-    if chain.slack_bytes(problem.peak_bytes(picks) - 1) == 0:
-        return Solution(Outcome.OPTIMAL, picks)
+    if chain.slack_bytes(_peak_bytes(problem, found) - 1) == 0:
+        return found
     if _is_small(problem):
         return Milp().lowest(problem)
-    return Solution(Outcome.FEASIBLE, _descended(problem, picks))
+    return Solution(Outcome.FEASIBLE, _descended(problem, found.picks))
 
 
-def _answers(
-    problem: Problem, chain: Chain, budget_bytes: int
-) -> Iterator[tuple[tuple[Choice, ...], float]]:
+def _answers(problem: Problem, chain: Chain, budget_bytes: int) -> Iterator[Path]:
     """The chain's answers from the largest budget that can matter down to the given one."""
     level = budget_bytes + chain.slack_bytes(budget_bytes)
     for number in range(MOST_ANSWERS_ABOVE + 1):
         if number == MOST_ANSWERS_ABOVE or level <= budget_bytes:
             level = min(level, budget_bytes)
-        selection = fastest(chain, level)
-        if selection is None:
+        path = fastest(problem, chain, level)
+        if path is None:
             return
-        yield chain.picks(problem, selection), picoseconds(chain, selection) / PICOSECONDS
+        yield path
         if level <= budget_bytes:
             return
-        level = min(level, chain.peak_bytes(selection)) - 1
+        level = min(level, chain.peak_bytes(path)) - 1
 
 
 def _descended(problem: Problem, start: tuple[Choice, ...]) -> tuple[Choice, ...]:

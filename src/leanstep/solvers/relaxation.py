@@ -1,112 +1,175 @@
-"""The linear relaxation of the choice of options: a lower bound, and prices that prune.
+"""The linear relaxation of the exact program: a lower bound, and prices that prune.
 
-Calls may mix their choices. Beside the shares there is a variable for the bytes that are free after
-each number of calls, in each era. It is bounded below by the gap behind these calls: gap - budget;
-a row a call says that it is at least the call's mixed inside bytes - budget. Least time by HiGHS.
-The multipliers of bounds and rows say what a freed byte is worth at each place of the chain; any
-multipliers give a valid bound for the rest of the chain (Lagrange), these the best one.
+Shares of moves may be mixed; they flow along the path, one unit from its first place to its last. A
+row a stretch: the bytes that all moves add there, replays included, <= budget - its top. Least time
+by HiGHS. Rows are added where the answer so far breaks them, so only few of the thousands of
+stretches are ever looked at; any set of rows gives a valid bound.
+
+The multipliers of the rows say what a byte is worth in each stretch. Priced so, every move costs
+its time and its bytes, and the cheapest path is a lower bound (Lagrange): so is the cost of the
+moves made so far and the cheapest way on from there.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import linprog
-from scipy.sparse import block_array, csr_array, eye_array
+from scipy.sparse import csr_array, vstack
 
+from leanstep.solvers.base import Bytes, Choice, Problem
 from leanstep.solvers.chain import Chain
 
 Floats = npt.NDArray[np.float64]
-Matrix = csr_array[np.float64, tuple[int, int]]
+
+# Rounds of adding rows: each adds the worst stretch of every call and gap.
+MOST_ROUNDS = 12
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Relaxation:
-    """The least picoseconds of the mixed problem, and the price of a byte in each row.
+    """The bound, and what each move costs when bytes are priced.
 
-    `gap_prices` and `inside_prices` have a row an era.
+    `costs[i]` are the priced picoseconds of the moves from place i on, `rest[i]` the least priced
+    picoseconds from there to the end. `rest[0] + constant` is a lower bound for every path.
     """
 
-    bound_picoseconds: float
-    gap_prices: Floats
-    inside_prices: Floats
+    costs: tuple[Floats, ...]
+    rest: Floats
+    constant: float
+
+    @property
+    def bound_picoseconds(self) -> float:
+        """A lower bound for the time of every path that fits."""
+        return max(0.0, float(self.rest[0]) + self.constant)
 
 
-def relax(chain: Chain, budget_bytes: int) -> Relaxation | None:
+@dataclass(eq=False)
+class _Program:
+    """All moves of a chain as columns, and the rows that have been asked for."""
+
+    problem: Problem
+    chain: Chain
+    budget_bytes: int
+    rows: dict[int, Bytes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.choices = [choice for moves in self.chain.moves for choice in moves.choices]
+        sizes = [len(moves.choices) for moves in self.chain.moves]
+        self.starts = np.repeat(np.arange(len(sizes)), sizes)
+        self.stops = np.concatenate([moves.stops for moves in self.chain.moves])
+        self.times = np.concatenate([m.picoseconds for m in self.chain.moves]).astype(float)
+
+    def row(self, stretch: int) -> Bytes:
+        """The bytes that each move adds in a stretch, its replays there included."""
+        if stretch not in self.rows:
+            opened = int(self.chain.open_calls[stretch])
+            row = np.array([choice.deltas[stretch] for choice in self.choices], dtype=np.int64)
+            # Only one of the moves over the call that runs here is made: its replays may count.
+            for column in np.flatnonzero((self.starts <= opened) & (opened < self.stops)):
+                row[column] += _lift(self.choices[column], stretch, int(self.problem.tops[stretch]))
+            self.rows[stretch] = row
+        return self.rows[stretch]
+
+    def levels(self, shares: Floats) -> Floats:
+        """The level in each stretch for mixed moves."""
+        levels = self.problem.tops.astype(float)
+        lifts = np.zeros_like(levels)
+        for column in np.flatnonzero(shares > 1e-9):
+            choice, share = self.choices[column], shares[column]
+            levels += share * choice.deltas
+            rise = choice.replay_tops - self.problem.tops[choice.replay_stretches]
+            np.add.at(lifts, choice.replay_stretches, share * np.maximum(rise, 0))
+        lifted: Floats = levels + lifts
+        return lifted
+
+    def worst(self, levels: Floats) -> list[int]:
+        """Of the stretches with the same calls open, the highest one above the budget."""
+        tolerance = 1e-7 * self.budget_bytes + 1
+        above = np.flatnonzero(levels > self.budget_bytes + tolerance)
+        groups = self.chain.open_calls[above]
+        order = np.lexsort((-levels[above], groups))
+        _, firsts = np.unique(groups[order], return_index=True)
+        return [int(stretch) for stretch in above[order[firsts]] if int(stretch) not in self.rows]
+
+
+def _lift(choice: Choice, stretch: int, top: int) -> int:
+    here = choice.replay_tops[choice.replay_stretches == stretch]
+    return max(0, int(here.max(initial=top)) - top)
+
+
+def relax(problem: Problem, chain: Chain, budget_bytes: int) -> Relaxation | None:
     """Solve the relaxation; None where even mixing does not fit."""
-    num_calls, num_eras = len(chain.links), chain.num_eras
-    if num_calls == 0:
-        return Relaxation(0.0, np.zeros((num_eras, 1)), np.zeros((num_eras, 0)))
-    times = np.concatenate([link.picoseconds for link in chain.links]).astype(float)
+    program = _Program(problem, chain, budget_bytes)
+    prices: dict[int, float] = {}
+    if not chain.moves:
+        return Relaxation((), np.zeros(1), 0.0)
+    shares = _untouched(program)
+    for _ in range(MOST_ROUNDS):
+        new = program.worst(program.levels(shares))
+        if not new:
+            break
+        for stretch in new:
+            program.row(stretch)
+        answer = _solve(program)
+        if answer is None:
+            return None
+        shares, prices = answer
+    return _priced(program, prices)
+
+
+def _untouched(program: _Program) -> Floats:
+    """The first move of every place: keep everything."""
+    shares = np.zeros(len(program.choices))
+    shares[np.searchsorted(program.starts, np.arange(len(program.chain.moves)))] = 1.0
+    return shares
+
+
+def _solve(program: _Program) -> tuple[Floats, dict[int, float]] | None:
+    """The best shares under the rows so far, and the price of a byte in each."""
+    num_places = len(program.chain.moves)
+    columns = np.arange(len(program.choices))
+    leaves = csr_array(
+        (np.ones(len(columns)), (program.starts, columns)), shape=(num_places, len(columns))
+    )
+    inner = program.stops < num_places
+    arrives = csr_array(
+        (np.ones(int(inner.sum())), (program.stops[inner], columns[inner])),
+        shape=(num_places, len(columns)),
+    )
+    stretches = list(program.rows)
+    matrix = np.stack([program.rows[stretch] for stretch in stretches]).astype(float)
+    limits = program.budget_bytes - program.problem.tops[stretches].astype(float)
     # HiGHS wants numbers near one: bytes are 1e9, picoseconds too.
-    time_scale, byte_scale = max(float(times.max()), 1.0), max(float(chain.gaps.max()), 1.0)
-    num_free = num_eras * (num_calls + 1)
-    insides, equalities = _rows(chain, byte_scale)
+    time_scale = max(float(program.times.max()), 1.0)
+    byte_scale = max(float(np.abs(matrix).max()), 1.0)
     # The stubs know no sparse rows; HiGHS does.
     answer = linprog(  # type: ignore[call-overload]
-        np.concatenate([times / time_scale, np.zeros(num_free)]),
-        A_ub=insides,
-        b_ub=np.full(num_eras * num_calls, budget_bytes / byte_scale),
-        A_eq=equalities,
-        b_eq=np.concatenate([np.ones(num_calls), np.zeros(num_eras * num_calls)]),
-        bounds=_ranges(chain, budget_bytes, byte_scale),
+        program.times / time_scale,
+        A_ub=vstack([csr_array(matrix / byte_scale)], format="csr"),
+        b_ub=limits / byte_scale,
+        A_eq=leaves - arrives,
+        b_eq=np.concatenate([[1.0], np.zeros(num_places - 1)]),
+        bounds=(0.0, None),
         method="highs",
     )
-    if not answer.success or answer.fun is None:
+    if answer.status == 2 or answer.x is None:
         return None
-    scale = time_scale / byte_scale
-    gap_prices = np.maximum(0.0, answer.lower.marginals[len(times) :]) * scale
-    gap_prices = gap_prices.reshape(num_eras, num_calls + 1)
-    # Nothing is free before the first call: its bound is no row.
-    gap_prices[:, 0] = 0.0
-    inside_prices = np.maximum(0.0, -answer.ineqlin.marginals) * scale
-    return Relaxation(
-        bound_picoseconds=max(0.0, answer.fun * time_scale),
-        gap_prices=gap_prices,
-        inside_prices=inside_prices.reshape(num_eras, num_calls),
-    )
+    prices = np.maximum(0.0, -answer.ineqlin.marginals) * (time_scale / byte_scale)
+    return answer.x, dict(zip(stretches, prices.tolist(), strict=True))
 
 
-def _rows(chain: Chain, byte_scale: float) -> tuple[Matrix, Matrix]:
-    """The insides, `mixed inside - free <= budget`, and what defines shares and free bytes."""
-    num_calls = len(chain.links)
-    sizes = [len(link.places) for link in chain.links]
-    call_of, column = np.repeat(np.arange(num_calls), sizes), np.arange(sum(sizes))
-    shape = (num_calls, len(column))
-
-    def mixed(numbers: list[npt.NDArray[np.int64]]) -> Matrix:
-        entries = np.concatenate(numbers).astype(float) / byte_scale
-        return csr_array((entries, (call_of, column)), shape=shape)
-
-    before = eye_array(num_calls, num_calls + 1, format="csr")
-    after = eye_array(num_calls, num_calls + 1, k=1, format="csr")
-    insides, steps = [], []
-    for era in range(chain.num_eras):
-        others = [None] * era, [None] * (chain.num_eras - era - 1)
-        inside = [np.maximum(link.inside[era], 0) for link in chain.links]
-        insides.append([mixed(inside), *others[0], -before, *others[1]])
-        freed = [link.freed[era] for link in chain.links]
-        steps.append([-mixed(freed), *others[0], after - before, *others[1]])
-    one_each = csr_array((np.ones(len(column)), (call_of, column)), shape=shape)
-    equalities = block_array([[one_each, *[None] * chain.num_eras], *steps], format="csr")
-    return block_array(insides, format="csr"), equalities
-
-
-def _ranges(chain: Chain, budget_bytes: int, byte_scale: float) -> Floats:
-    """The range of each share, and of the free bytes after each number of calls.
-
-    A choice that fits after no selection at all has no share.
-    """
-    ranges: list[tuple[float, float]] = []
-    most_freed = np.zeros((chain.num_eras, 1), dtype=np.int64)
-    for link in chain.links:
-        for place in range(len(link.places)):
-            fits = bool(np.all(link.inside[:, [place]] - most_freed <= budget_bytes))
-            ranges.append((0.0, float(fits)))
-        most_freed += link.freed.max(axis=1, keepdims=True)
-    for gaps in chain.gaps:
-        needs = np.maximum((gaps - budget_bytes) / byte_scale, -np.inf)
-        # Before the first call nothing is free, and that must do.
-        ranges.append((0.0, 0.0) if needs[0] <= 0 else (1.0, 0.0))
-        ranges.extend((float(need), np.inf) for need in needs[1:])
-    return np.array(ranges)
+def _priced(program: _Program, prices: dict[int, float]) -> Relaxation:
+    """Cost every move at some prices, and find the cheapest way on from every place."""
+    costs, constant = program.times.copy(), 0.0
+    for stretch, price in prices.items():
+        if price > 0:
+            costs += price * program.row(stretch)
+            constant += price * (float(program.problem.tops[stretch]) - program.budget_bytes)
+    num_places = len(program.chain.moves)
+    rest, by_place = np.zeros(num_places + 1), []
+    for place in range(num_places - 1, -1, -1):
+        own = costs[program.starts == place]
+        by_place.append(own)
+        rest[place] = (own + rest[program.chain.moves[place].stops]).min()
+    return Relaxation(tuple(by_place[::-1]), rest, constant)
