@@ -1,8 +1,10 @@
 """Each solver does what its name says; what all of them keep to is in test_solver_properties."""
 
+import re
 import time
 from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 
@@ -335,3 +337,20 @@ def test_random_graphs_have_what_they_promise() -> None:
     assert any(len(op.writes) > 1 for op in ops)
     assert any(value.version > 0 for op in ops for value in op.writes)
     assert {fact for op in ops for fact in op.facts} == {Fact.HOST_READ, Fact.RANDOM}
+
+
+def test_example_in_the_documentation_runs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "solvers.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    # As a module of its own: the example's dataclass looks itself up by name.
+    names = {"__name__": __name__}
+
+    exec(example.replace("check_solver(FirstCalls())", ""), names)
+
+    check_solver(names["FirstCalls"](), seeds=[1])
+
+
+def test_documentation_lists_every_solver() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "solvers.md").read_text(encoding="utf-8")
+
+    assert re.findall(r"^\| `(\w+)` \|", page, flags=re.MULTILINE) == [s.name for s in SOLVERS]
