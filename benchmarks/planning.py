@@ -3,8 +3,8 @@
     python benchmarks/planning.py profiles/*.json --json benchmarks/results/planning.jsonl
 
 Ten budgets between the floor of `optimal` and the unplanned peak. Planning time is `prepare` once
-for the profile, then per budget; a solver's first budget includes what it works out once. `milp` has
-a time limit and three budgets; `exhaustive` is for small steps and left out. Needs no torch.
+for the profile, then per budget; a solver's first budget includes what it works out once. `milp`
+has a time limit and three budgets; `exhaustive` is for small steps and left out. Needs no torch.
 One JSON object a solver and budget, then a table a profile.
 """
 
