@@ -13,6 +13,7 @@ from leanstep.planner.segments import Part, Parts
 from leanstep.simulator import peak_op, timeline
 from leanstep.solvers.base import PICOSECONDS, Choice, Problem, Solution, Solver
 from leanstep.solvers.chain import chain_of
+from leanstep.solvers.exact_relaxation import exact_bound_seconds
 from leanstep.solvers.registry import find_solver
 from leanstep.solvers.relaxation import relax
 from leanstep.units import parse_budget
@@ -128,8 +129,10 @@ def bound_seconds(space: Space, solution: Solution, budget_bytes: int) -> float:
 
 def _relaxed_seconds(problem: Problem, budget_bytes: int) -> float:
     chain = chain_of(problem)
-    relaxation = relax(chain, budget_bytes + chain.slack_bytes(budget_bytes))
-    return 0.0 if relaxation is None else relaxation.bound_picoseconds / PICOSECONDS
+    slack_bytes = chain.slack_bytes(budget_bytes)
+    relaxation = relax(chain, budget_bytes + slack_bytes)
+    bound = 0.0 if relaxation is None else relaxation.bound_picoseconds / PICOSECONDS
+    return max(bound, exact_bound_seconds(problem, budget_bytes)) if slack_bytes else bound
 
 
 def _budget_error(space: Space, solver: Solver, budget_bytes: int) -> BudgetError:
