@@ -31,7 +31,7 @@ MOST_IN_A_BLOCK = 7
 
 FAST = [s for s in SOLVERS if s.name not in ("milp", "exhaustive")]
 
-few = settings(max_examples=40, deadline=None, derandomize=True)
+few = settings(max_examples=25, deadline=None, derandomize=True)
 
 
 @st.composite
@@ -113,7 +113,7 @@ def test_no_solver_beats_enumeration(solver: object, profile: Profile) -> None:
             assert problem.picoseconds(found.picks) >= problem.picoseconds(best.picks)
 
 
-@settings(few, max_examples=120)
+@settings(few, max_examples=80)
 @given(profile=profiles())
 def test_optimal_equals_enumeration_whatever_the_order_of_backward(profile: Profile) -> None:
     problem = small_space(profile).problem
