@@ -50,9 +50,9 @@ def test_level_of_the_solver_is_never_below_the_exact_one(seed: int) -> None:
     chain = chain_of(space.problem)
 
     for _ in range(50):
-        selection = tuple(draw.randrange(len(link.places)) for link in chain.links)
-        exact = space.problem.peak_bytes(chain.picks(space.problem, selection))
-        assert exact <= chain.peak_bytes(selection) <= exact + chain.slack_bytes(0)
+        path = tuple(draw.randrange(len(moves.stops)) for moves in chain.moves)
+        exact = space.problem.peak_bytes(choice for _, choice in chain.picks(path))
+        assert exact <= chain.peak_bytes(path) <= exact + chain.slack_bytes(0)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -18,12 +18,17 @@ from leanstep.planner.fingerprint import Frame, Positions, fingerprint, frame_of
 from leanstep.planner.inside import drop_sets
 from leanstep.planner.overrides import Rule, Wishes, wishes
 from leanstep.rebuild import UnreachableError
+from leanstep.solvers.base import PICOSECONDS
 
 ENGINES = ("auto", "replay", "module")
 
 # Python between two kernels of backward: hooks, the schedule, and looking up the sources. Without
 # it a plan would drop a kilobyte to save a kilobyte.
 REGION_SECONDS = 20e-6
+
+# Times of options are rounded up to this share of the step. No op's time is known that well, and
+# plans of equal time are seen to be equal: without it the search has far more of them to tell apart.
+GRAIN = 1e-5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -230,10 +235,11 @@ def _writes_outside(view: BlockGraph) -> bool:
 
 def _option(profile: Profile, engine: Engine, dropped: Iterable[int], effect: Effect) -> Option:
     num_regions = max(1, len({replay.position for replay in effect.replays}))
+    seconds = effect.seconds(profile) + num_regions * REGION_SECONDS
     return Option(
         engine=engine,
         dropped=frozenset(dropped),
-        seconds=effect.seconds(profile) + num_regions * REGION_SECONDS,
+        seconds=_rounded_up(seconds, profile.step_seconds),
         num_replays=len(effect.replays),
         shift_starts=_numbers(shift.start for shift in effect.shifts),
         shift_stops=_numbers(shift.stop for shift in effect.shifts),
@@ -241,6 +247,12 @@ def _option(profile: Profile, engine: Engine, dropped: Iterable[int], effect: Ef
         replay_positions=_numbers(replay.position for replay in effect.replays),
         replay_bytes=_numbers(replay.peak_bytes for replay in effect.replays),
     )
+
+
+def _rounded_up(seconds: float, step_seconds: float) -> float:
+    """The time in whole grains; a grain is a whole number of picoseconds."""
+    grain = max(1, round(GRAIN * step_seconds * PICOSECONDS))
+    return -(-round(seconds * PICOSECONDS) // grain) * grain / PICOSECONDS
 
 
 def _numbers(numbers: Iterable[int]) -> Positions:

@@ -12,7 +12,7 @@ any other set of its candidates with `drop`.
 import enum
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -119,6 +119,15 @@ class Problem:
             return self.calls[start]
         assert self.join is not None, "joints come with a way to join"
         return self.join(start, stop)
+
+    def arrangements(self) -> Iterator["Problem"]:
+        """The problem itself, and with calls made one in every other way."""
+        yield self
+        joints = sorted(self.joints)
+        for number in range(1, 1 << len(joints)):
+            joined = {joint for bit, joint in enumerate(joints) if number >> bit & 1}
+            borders = [i for i in range(len(self.calls) + 1) if i not in joined]
+            yield self.with_calls(self._run(*pair) for pair in itertools.pairwise(borders))
 
     def with_calls(self, calls: Iterable[Call]) -> "Problem":
         """The same step with some runs of calls made one; to be given back with the picks."""

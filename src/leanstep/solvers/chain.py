@@ -58,13 +58,18 @@ class Moves:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chain:
-    """The moves from every place; `gaps[era, i]` is the highest level while the first i are open."""
+    """The moves from every place; `gaps[era, i]` is the highest level while i calls are open.
+
+    `open_calls` counts the calls that are open in each stretch. `has_all_runs` says that every run
+    of calls that can be made one is among the moves.
+    """
 
     moves: tuple[Moves, ...]
     gaps: Bytes
     highest: Bytes
     slack: Bytes
     open_calls: Places
+    has_all_runs: bool = True
 
     @property
     def num_eras(self) -> int:
@@ -153,7 +158,7 @@ def _reduced(problem: Problem) -> Chain:
     )
     gaps = np.full((num_eras, len(calls) + 1), NOWHERE, dtype=np.int64)
     np.maximum.at(gaps, (era, prefix), np.where(owner < 0, raised + others, NOWHERE))
-    chain = Chain(tuple(alone), gaps, highest, slack, open_calls)
+    chain = Chain(tuple(alone), gaps, highest, slack, open_calls, not problem.joints)
     return chain if np.any(others) else _with_runs(problem, chain, era, owner < 0)
 
 
@@ -276,16 +281,18 @@ def _with_runs(problem: Problem, chain: Chain, era: Places, is_gap: npt.NDArray[
     """The chain with runs of joined calls as further moves."""
     if not problem.joints:
         return chain
-    moves = []
+    moves, has_all_runs = [], True
     for start, alone in enumerate(chain.moves):
         runs: list[Moves] = []
         for run in _runs(problem, start):
             # The gaps between its calls are inside it; what is open in its first gap is before it.
             opened = chain.open_calls
             own = (start <= opened) & (opened < run.span[1]) & ~(is_gap & (opened == start))
-            runs.extend(_run_moves(problem, run, np.where(own, era, -1), era, chain))
+            found = list(_run_moves(problem, run, np.where(own, era, -1), era, chain))
+            has_all_runs &= len(found) == len(run.choices) - 1
+            runs.extend(found)
         moves.append(_undominated(_together([alone, *runs])))
-    return replace(chain, moves=tuple(moves))
+    return replace(chain, moves=tuple(moves), has_all_runs=has_all_runs)
 
 
 def _runs(problem: Problem, start: int) -> Iterator[Call]:

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,8 +17,8 @@ MOST_CANDIDATES = 16
 class Exhaustive:
     """Enumerate all sets of candidates of all calls, listed or not; exact peaks.
 
-    For steps of at most 16 candidates: tests and teaching. A call that runs as a whole has just
-    its listed choices.
+    For steps of at most 16 candidates: tests and teaching. A call that runs as a whole, and a run
+    of calls made one, has just its listed choices.
     """
 
     name: str = "exhaustive"
@@ -27,7 +27,8 @@ class Exhaustive:
         """Take the least time, and of those the lowest peak."""
         answers = _answers(problem)
         found = fastest_of(answers, budget_bytes, found=Outcome.OPTIMAL, missing=Outcome.INFEASIBLE)
-        return Solution(found.outcome, found.picks, bound_seconds=problem.seconds(found.picks))
+        bound = problem.seconds(found.picks)
+        return Solution(found.outcome, found.picks, found.problem, bound_seconds=bound)
 
     def lowest(self, problem: Problem) -> Solution:
         """Take the lowest peak, and of those the least time."""
@@ -45,6 +46,12 @@ def _all_answers(problem: Problem) -> Iterator[Answer]:
             f"exhaustive tries all sets of at most {MOST_CANDIDATES} candidates and this step has "
             f"{count}: use 'optimal', or 'milp' as a reference"
         )
+    for arranged in problem.arrangements():
+        other = None if arranged is problem else arranged
+        yield from (replace(answer, problem=other) for answer in _answers_for(arranged))
+
+
+def _answers_for(problem: Problem) -> Iterator[Answer]:
     every = [_all_choices(call) for call in problem.calls]
     tables = [_Table(problem, choices) for choices in every]
     for places in itertools.product(*(range(len(choices)) for choices in every[:-1])):
@@ -76,7 +83,7 @@ class _Table:
 
 def _all_choices(call: Call) -> list[Choice]:
     storages = [candidate.storage for candidate in call.candidates]
-    if not storages:
+    if not storages or call.span[1] - call.span[0] > 1:
         return list(call.choices)
     found: dict[frozenset[int], Choice] = {}
     for mask in range(1 << len(storages)):

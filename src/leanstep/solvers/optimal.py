@@ -8,7 +8,7 @@ function of the budget alone; hence more budget is never slower, and less budget
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from leanstep.solvers.base import PICOSECONDS, Call, Choice, Outcome, Problem, Solution
 from leanstep.solvers.chain import Chain, chain_of
@@ -23,6 +23,7 @@ MOST_SWEEPS = 4
 
 # Up to this many choices the integer program is fast whatever their numbers.
 SMALL_CHOICES = 400
+SMALL_JOINTS = 4
 
 Picks = tuple[tuple[Call, Choice], ...]
 
@@ -40,11 +41,15 @@ class Optimal:
         """Walk the chain; then make sure that nothing faster fits the exact levels."""
         chain = chain_of(problem)
         slack_bytes = chain.slack_bytes(budget_bytes)
-        if slack_bytes and _is_small(problem):
-            return Milp().solve(problem, budget_bytes)
+        is_exact = slack_bytes == 0 and chain.has_all_runs
+        if not is_exact and _is_small(problem):
+            found = _enumerated(problem, budget_bytes)
+            # The integer program may fail to tell budgets apart that differ by a millionth.
+            if found.outcome in (Outcome.OPTIMAL, Outcome.INFEASIBLE):
+                return found
         lowest = self.lowest(problem)
         if _peak_bytes(problem, lowest) > budget_bytes:
-            return Solution(Outcome.NOT_FOUND if slack_bytes else Outcome.INFEASIBLE)
+            return Solution(Outcome.INFEASIBLE if is_exact else Outcome.NOT_FOUND)
         bound = 0.0
         fitting = [lowest]
         for number, path in enumerate(_answers(problem, chain, budget_bytes)):
@@ -55,7 +60,7 @@ class Optimal:
                 fitting.append(answer)
                 break
         best = min(fitting, key=lambda s: (problem.picoseconds(s.picks), _peak_bytes(problem, s)))
-        is_proved = problem.seconds(best.picks) <= bound
+        is_proved = chain.has_all_runs and problem.seconds(best.picks) <= bound
         outcome = Outcome.OPTIMAL if is_proved else Outcome.FEASIBLE
         return Solution(outcome, best.picks, best.problem, bound_seconds=bound)
 
@@ -68,7 +73,28 @@ class Optimal:
 
 
 def _is_small(problem: Problem) -> bool:
-    return sum(len(call.choices) for call in problem.calls) <= SMALL_CHOICES
+    num_choices = sum(len(call.choices) for call in problem.calls)
+    return num_choices <= SMALL_CHOICES and len(problem.joints) <= SMALL_JOINTS
+
+
+def _enumerated(problem: Problem, budget_bytes: int) -> Solution:
+    """The integer program's best answer over all ways to join calls."""
+    found = [
+        _elsewhere(arranged, problem, Milp().solve(arranged, budget_bytes))
+        for arranged in problem.arrangements()
+    ]
+    if any(solution.outcome is Outcome.NOT_FOUND for solution in found):
+        return Solution(Outcome.NOT_FOUND)
+    fitting = [solution for solution in found if solution.is_found]
+    if not fitting:
+        return Solution(Outcome.INFEASIBLE)
+    best = min(fitting, key=lambda s: (problem.picoseconds(s.picks), _peak_bytes(problem, s)))
+    bound = min(solution.bound_seconds for solution in fitting)
+    return replace(best, bound_seconds=bound)
+
+
+def _elsewhere(arranged: Problem, problem: Problem, solution: Solution) -> Solution:
+    return solution if arranged is problem else replace(solution, problem=arranged)
 
 
 def _peak_bytes(problem: Problem, solution: Solution) -> int:
@@ -88,10 +114,14 @@ def _lowest(problem: Problem) -> Solution:
     assert path is not None, "the lowest peak can be reached"
     found = _solution(problem, chain.picks(path), Outcome.OPTIMAL)
     # The chain proved its own level least; where levels are exact there is nothing to gain.
-    if chain.slack_bytes(_peak_bytes(problem, found) - 1) == 0:
+    if chain.slack_bytes(_peak_bytes(problem, found) - 1) == 0 and chain.has_all_runs:
         return found
     if _is_small(problem):
-        return Milp().lowest(problem)
+        lows = [
+            _elsewhere(arranged, problem, Milp().lowest(arranged))
+            for arranged in problem.arrangements()
+        ]
+        return min(lows, key=lambda s: (_peak_bytes(problem, s), problem.picoseconds(s.picks)))
     return Solution(Outcome.FEASIBLE, _descended(problem, found.picks))
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import linprog
-from scipy.sparse import csr_array, vstack
+from scipy.sparse import csr_array
 
 from leanstep.solvers.base import Bytes, Choice, Problem
 from leanstep.solvers.chain import Chain
@@ -44,6 +44,10 @@ class Relaxation:
         return max(0.0, float(self.rest[0]) + self.constant)
 
 
+# A row: a stretch, and the call whose replays count in it.
+Key = tuple[int, int]
+
+
 @dataclass(eq=False)
 class _Program:
     """All moves of a chain as columns, and the rows that have been asked for."""
@@ -51,7 +55,7 @@ class _Program:
     problem: Problem
     chain: Chain
     budget_bytes: int
-    rows: dict[int, Bytes] = field(default_factory=dict)
+    rows: dict[Key, Bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.choices = [choice for moves in self.chain.moves for choice in moves.choices]
@@ -60,57 +64,66 @@ class _Program:
         self.stops = np.concatenate([moves.stops for moves in self.chain.moves])
         self.times = np.concatenate([m.picoseconds for m in self.chain.moves]).astype(float)
 
-    def row(self, stretch: int) -> Bytes:
-        """The bytes that each move adds in a stretch, its replays there included."""
-        if stretch not in self.rows:
-            opened = int(self.chain.open_calls[stretch])
+    def row(self, key: Key) -> Bytes:
+        """The bytes that each move adds in a stretch, the replays of a call there included."""
+        if key not in self.rows:
+            stretch, call = key
             row = np.array([choice.deltas[stretch] for choice in self.choices], dtype=np.int64)
-            # Only one of the moves over the call that runs here is made: its replays may count.
-            for column in np.flatnonzero((self.starts <= opened) & (opened < self.stops)):
-                row[column] += _lift(self.choices[column], stretch, int(self.problem.tops[stretch]))
-            self.rows[stretch] = row
-        return self.rows[stretch]
+            # Only one of the moves over a call is made, so all their replays may count.
+            for column in np.flatnonzero((self.starts <= call) & (call < self.stops)).tolist():
+                choice = self.choices[column]
+                lifts = self._lifts(choice)[choice.replay_stretches == stretch]
+                if self._call_at(column, stretch) == call:
+                    row[column] += int(lifts.max(initial=0))
+            self.rows[key] = row
+        return self.rows[key]
 
-    def levels(self, shares: Floats) -> Floats:
-        """The level in each stretch for mixed moves."""
+    def broken(self, shares: Floats) -> list[Key]:
+        """The rows that mixed moves break: the worst among those with the same calls open."""
+        used: list[int] = np.flatnonzero(shares > 1e-9).tolist()
         levels = self.problem.tops.astype(float)
-        lifts = np.zeros_like(levels)
-        for column in np.flatnonzero(shares > 1e-9):
-            choice, share = self.choices[column], shares[column]
-            levels += share * choice.deltas
-            rise = choice.replay_tops - self.problem.tops[choice.replay_stretches]
-            np.add.at(lifts, choice.replay_stretches, share * np.maximum(rise, 0))
-        lifted: Floats = levels + lifts
-        return lifted
+        for column in used:
+            levels += shares[column] * self.choices[column].deltas
+        lifted: dict[Key, float] = {}
+        for column in used:
+            choice = self.choices[column]
+            for stretch, lift in zip(choice.replay_stretches, self._lifts(choice), strict=True):
+                key = (int(stretch), self._call_at(column, int(stretch)))
+                lifted[key] = lifted.get(key, levels[stretch]) + shares[column] * lift
+        limit = self.budget_bytes * (1 + 1e-7) + 1
+        above = [(levels[s], (int(s), -1)) for s in np.flatnonzero(levels > limit)]
+        above += [(level, key) for key, level in lifted.items() if level > limit]
+        worst: dict[int, Key] = {}
+        for _, key in sorted(above, reverse=True):
+            if key not in self.rows:
+                worst.setdefault(int(self.chain.open_calls[key[0]]), key)
+        return list(worst.values())
 
-    def worst(self, levels: Floats) -> list[int]:
-        """Of the stretches with the same calls open, the highest one above the budget."""
-        tolerance = 1e-7 * self.budget_bytes + 1
-        above = np.flatnonzero(levels > self.budget_bytes + tolerance)
-        groups = self.chain.open_calls[above]
-        order = np.lexsort((-levels[above], groups))
-        _, firsts = np.unique(groups[order], return_index=True)
-        return [int(stretch) for stretch in above[order[firsts]] if int(stretch) not in self.rows]
+    def _lifts(self, choice: Choice) -> Bytes:
+        """How far the replays of a choice come above the tops."""
+        rises: Bytes = choice.replay_tops - self.problem.tops[choice.replay_stretches]
+        return np.maximum(rises, 0)
 
-
-def _lift(choice: Choice, stretch: int, top: int) -> int:
-    here = choice.replay_tops[choice.replay_stretches == stretch]
-    return max(0, int(here.max(initial=top)) - top)
+    def _call_at(self, column: int, stretch: int) -> int:
+        """The call of a move that replays in a stretch."""
+        call = int(self.chain.open_calls[stretch])
+        is_over = self.starts[column] <= call < self.stops[column]
+        return call if is_over else int(self.starts[column])
 
 
 def relax(problem: Problem, chain: Chain, budget_bytes: int) -> Relaxation | None:
     """Solve the relaxation; None where even mixing does not fit."""
-    program = _Program(problem, chain, budget_bytes)
-    prices: dict[int, float] = {}
     if not chain.moves:
         return Relaxation((), np.zeros(1), 0.0)
+    program = _Program(problem, chain, budget_bytes)
+    prices: dict[Key, float] = {}
     shares = _untouched(program)
     for _ in range(MOST_ROUNDS):
-        new = program.worst(program.levels(shares))
-        if not new:
+        broken = program.broken(shares)
+        if not broken:
             break
-        for stretch in new:
-            program.row(stretch)
+        for key in broken:
+            program.row(key)
         answer = _solve(program)
         if answer is None:
             return None
@@ -125,7 +138,7 @@ def _untouched(program: _Program) -> Floats:
     return shares
 
 
-def _solve(program: _Program) -> tuple[Floats, dict[int, float]] | None:
+def _solve(program: _Program) -> tuple[Floats, dict[Key, float]] | None:
     """The best shares under the rows so far, and the price of a byte in each."""
     num_places = len(program.chain.moves)
     columns = np.arange(len(program.choices))
@@ -137,16 +150,16 @@ def _solve(program: _Program) -> tuple[Floats, dict[int, float]] | None:
         (np.ones(int(inner.sum())), (program.stops[inner], columns[inner])),
         shape=(num_places, len(columns)),
     )
-    stretches = list(program.rows)
-    matrix = np.stack([program.rows[stretch] for stretch in stretches]).astype(float)
-    limits = program.budget_bytes - program.problem.tops[stretches].astype(float)
+    matrix = np.stack(list(program.rows.values())).astype(float)
+    tops = program.problem.tops[[stretch for stretch, _ in program.rows]]
+    limits = program.budget_bytes - tops.astype(float)
     # HiGHS wants numbers near one: bytes are 1e9, picoseconds too.
     time_scale = max(float(program.times.max()), 1.0)
     byte_scale = max(float(np.abs(matrix).max()), 1.0)
     # The stubs know no sparse rows; HiGHS does.
     answer = linprog(  # type: ignore[call-overload]
         program.times / time_scale,
-        A_ub=vstack([csr_array(matrix / byte_scale)], format="csr"),
+        A_ub=csr_array(matrix / byte_scale),
         b_ub=limits / byte_scale,
         A_eq=leaves - arrives,
         b_eq=np.concatenate([[1.0], np.zeros(num_places - 1)]),
@@ -156,16 +169,16 @@ def _solve(program: _Program) -> tuple[Floats, dict[int, float]] | None:
     if answer.status == 2 or answer.x is None:
         return None
     prices = np.maximum(0.0, -answer.ineqlin.marginals) * (time_scale / byte_scale)
-    return answer.x, dict(zip(stretches, prices.tolist(), strict=True))
+    return answer.x, dict(zip(program.rows, prices.tolist(), strict=True))
 
 
-def _priced(program: _Program, prices: dict[int, float]) -> Relaxation:
+def _priced(program: _Program, prices: dict[Key, float]) -> Relaxation:
     """Cost every move at some prices, and find the cheapest way on from every place."""
     costs, constant = program.times.copy(), 0.0
-    for stretch, price in prices.items():
+    for key, price in prices.items():
         if price > 0:
-            costs += price * program.row(stretch)
-            constant += price * (float(program.problem.tops[stretch]) - program.budget_bytes)
+            costs += price * program.row(key)
+            constant += price * (float(program.problem.tops[key[0]]) - program.budget_bytes)
     num_places = len(program.chain.moves)
     rest, by_place = np.zeros(num_places + 1), []
     for place in range(num_places - 1, -1, -1):
