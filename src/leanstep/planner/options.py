@@ -26,8 +26,8 @@ ENGINES = ("auto", "replay", "module")
 # it a plan would drop a kilobyte to save a kilobyte.
 REGION_SECONDS = 20e-6
 
-# Times of options are rounded up to this share of the step. No op's time is known that well, and
-# plans of equal time are seen to be equal: without it the search has far more of them to tell apart.
+# Times of options are rounded to this share of the step. No op's time is known that well, and
+# plans of equal time are seen to be equal: else the search has far more of them to tell apart.
 GRAIN = 1e-5
 
 
@@ -239,7 +239,7 @@ def _option(profile: Profile, engine: Engine, dropped: Iterable[int], effect: Ef
     return Option(
         engine=engine,
         dropped=frozenset(dropped),
-        seconds=_rounded_up(seconds, profile.step_seconds),
+        seconds=_in_grains(seconds, profile.step_seconds),
         num_replays=len(effect.replays),
         shift_starts=_numbers(shift.start for shift in effect.shifts),
         shift_stops=_numbers(shift.stop for shift in effect.shifts),
@@ -249,10 +249,10 @@ def _option(profile: Profile, engine: Engine, dropped: Iterable[int], effect: Ef
     )
 
 
-def _rounded_up(seconds: float, step_seconds: float) -> float:
-    """The time in whole grains; a grain is a whole number of picoseconds."""
+def _in_grains(seconds: float, step_seconds: float) -> float:
+    """The time in whole grains, one at least; a grain is a whole number of picoseconds."""
     grain = max(1, round(GRAIN * step_seconds * PICOSECONDS))
-    return -(-round(seconds * PICOSECONDS) // grain) * grain / PICOSECONDS
+    return max(1, round(seconds * PICOSECONDS / grain)) * grain / PICOSECONDS
 
 
 def _numbers(numbers: Iterable[int]) -> Positions:

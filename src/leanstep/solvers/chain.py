@@ -16,6 +16,7 @@ at its worst over their choices. So the chain's level is never below the exact o
 order of backward; `slack_bytes` bounds by how much it can be above.
 """
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -56,7 +57,7 @@ class Moves:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Chain:
     """The moves from every place; `gaps[era, i]` is the highest level while i calls are open.
 
@@ -75,6 +76,21 @@ class Chain:
     def num_eras(self) -> int:
         """How many eras there are: one or two."""
         return len(self.gaps)
+
+    @functools.cached_property
+    def last_era(self) -> "Chain":
+        """The chain with its last era alone: right where the first one asks for nothing more."""
+        moves = (replace(m, freed=m.freed[-1:], inside=m.inside[-1:]) for m in self.moves)
+        return replace(self, moves=tuple(moves), gaps=self.gaps[-1:])
+
+    @functools.cached_property
+    def held_back(self) -> Bytes:
+        """At each place, how many bytes more can be free in the last era than in the first."""
+        most = np.zeros(len(self.moves) + 1, dtype=np.int64)
+        for place, moves in enumerate(self.moves):
+            later = most[place] + moves.freed[-1] - moves.freed[0]
+            np.maximum.at(most, moves.stops, later)
+        return most
 
     def slack_bytes(self, budget_bytes: int) -> int:
         """How far the chain's peak can be above the exact one, where the budget matters."""

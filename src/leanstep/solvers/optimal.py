@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from leanstep.solvers.base import PICOSECONDS, Call, Choice, Outcome, Problem, Solution
 from leanstep.solvers.chain import Chain, chain_of
 from leanstep.solvers.milp import Milp
-from leanstep.solvers.pareto import Path, fastest, lowest_peak_bytes, picoseconds
+from leanstep.solvers.pareto import Found, fastest, lowest_peak_bytes
 
 # Answers tried above the budget before taking the one for the budget itself. Beyond that more
 # budget could in rare cases be slower; no recorded model has needed more than a few.
@@ -43,19 +43,19 @@ class Optimal:
         slack_bytes = chain.slack_bytes(budget_bytes)
         is_exact = slack_bytes == 0 and chain.has_all_runs
         if not is_exact and _is_small(problem):
-            found = _enumerated(problem, budget_bytes)
+            small = _enumerated(problem, budget_bytes)
             # The integer program may fail to tell budgets apart that differ by a millionth.
-            if found.outcome in (Outcome.OPTIMAL, Outcome.INFEASIBLE):
-                return found
+            if small.outcome in (Outcome.OPTIMAL, Outcome.INFEASIBLE):
+                return small
         lowest = self.lowest(problem)
         if _peak_bytes(problem, lowest) > budget_bytes:
             return Solution(Outcome.INFEASIBLE if is_exact else Outcome.NOT_FOUND)
         bound = 0.0
         fitting = [lowest]
-        for number, path in enumerate(_answers(problem, chain, budget_bytes)):
+        for number, found in enumerate(_answers(problem, chain, budget_bytes)):
             # The first answer allows every selection that fits exactly: none is faster.
-            bound = picoseconds(chain, path) / PICOSECONDS if number == 0 else bound
-            answer = _solution(problem, chain.picks(path), Outcome.FEASIBLE)
+            bound = found.bound_picoseconds / PICOSECONDS if number == 0 else bound
+            answer = _solution(problem, chain.picks(found.path), Outcome.FEASIBLE)
             if _peak_bytes(problem, answer) <= budget_bytes:
                 fitting.append(answer)
                 break
@@ -110,9 +110,9 @@ def _solution(problem: Problem, picks: Picks, outcome: Outcome) -> Solution:
 
 def _lowest(problem: Problem) -> Solution:
     chain = chain_of(problem)
-    path = fastest(problem, chain, lowest_peak_bytes(chain))
-    assert path is not None, "the lowest peak can be reached"
-    found = _solution(problem, chain.picks(path), Outcome.OPTIMAL)
+    fast = fastest(problem, chain, lowest_peak_bytes(chain))
+    assert fast is not None, "the lowest peak can be reached"
+    found = _solution(problem, chain.picks(fast.path), Outcome.OPTIMAL)
     # The chain proved its own level least; where levels are exact there is nothing to gain.
     if chain.slack_bytes(_peak_bytes(problem, found) - 1) == 0 and chain.has_all_runs:
         return found
@@ -125,19 +125,19 @@ def _lowest(problem: Problem) -> Solution:
     return Solution(Outcome.FEASIBLE, _descended(problem, found.picks))
 
 
-def _answers(problem: Problem, chain: Chain, budget_bytes: int) -> Iterator[Path]:
+def _answers(problem: Problem, chain: Chain, budget_bytes: int) -> Iterator[Found]:
     """The chain's answers from the largest budget that can matter down to the given one."""
     level = budget_bytes + chain.slack_bytes(budget_bytes)
     for number in range(MOST_ANSWERS_ABOVE + 1):
         if number == MOST_ANSWERS_ABOVE or level <= budget_bytes:
             level = min(level, budget_bytes)
-        path = fastest(problem, chain, level)
-        if path is None:
+        found = fastest(problem, chain, level)
+        if found is None:
             return
-        yield path
+        yield found
         if level <= budget_bytes:
             return
-        level = min(level, chain.peak_bytes(path)) - 1
+        level = min(level, chain.peak_bytes(found.path)) - 1
 
 
 def _descended(problem: Problem, start: tuple[Choice, ...]) -> tuple[Choice, ...]:

@@ -17,23 +17,59 @@ from leanstep.solvers.base import Bytes, Problem
 from leanstep.solvers.chain import Chain, Moves
 from leanstep.solvers.relaxation import Relaxation, relax
 
-# The first, thinned pass keeps this many states a call: enough for a plan near the optimum.
-THINNED_STATES = 200
+# The first, thinned walks keep so many states a call, until one is this near to the bound. The
+# nearer, the fewer states the exact walk has to keep.
+THINNED_STATES = (200, 1000, 5000)
+NEAR = 0.001
+
+# An exact walk that would keep more states than this is given up: minutes instead of seconds.
+MOST_STATES = 200_000
 
 Path = tuple[int, ...]
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
 
-def fastest(problem: Problem, chain: Chain, budget_bytes: int) -> Path | None:
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A path, and a proved lower bound for the time of every path that fits."""
+
+    path: Path
+    bound_picoseconds: float
+
+
+def fastest(problem: Problem, chain: Chain, budget_bytes: int) -> Found | None:
     """The path with the least time, and of those the lowest peak; None if none fits."""
     relaxation = relax(problem, chain, budget_bytes)
     if relaxation is None or not can_fit(chain, budget_bytes):
         return None
-    thinned = _Walk(chain, budget_bytes, relaxation, most_states=THINNED_STATES).path()
+    thinned = _thinned_path(chain, budget_bytes, relaxation)
     limit = None if thinned is None else picoseconds(chain, thinned)
-    best = _Walk(chain, budget_bytes, relaxation, limit=limit).path()
-    return None if best is None else _lowered(chain, best, relaxation)
+    try:
+        best = _Walk(chain, budget_bytes, relaxation, limit=limit).path()
+        if best is None:
+            return None
+        lowest = _lowered(chain, best, relaxation)
+        return Found(lowest, picoseconds(chain, lowest))
+    except _TooManyError:
+        return None if thinned is None else Found(thinned, relaxation.bound_picoseconds)
+
+
+def _thinned_path(chain: Chain, budget_bytes: int, relaxation: Relaxation) -> Path | None:
+    """A path near the optimum."""
+    best: Path | None = None
+    for most_states in THINNED_STATES:
+        path = _Walk(chain, budget_bytes, relaxation, most_states=most_states).path()
+        if path is not None and (best is None or _is_faster(chain, path, best)):
+            best = path
+        near = (1 + NEAR) * relaxation.bound_picoseconds + 1
+        if best is not None and picoseconds(chain, best) <= near:
+            break
+    return best
+
+
+def _is_faster(chain: Chain, path: Path, other: Path) -> bool:
+    return picoseconds(chain, path) < picoseconds(chain, other)
 
 
 def can_fit(chain: Chain, budget_bytes: int) -> bool:
@@ -72,6 +108,10 @@ def _lowered(chain: Chain, best: Path, relaxation: Relaxation) -> Path:
         # Mostly nothing lower is as fast: the first question settles it.
         asked = (low + high) // 2
     return best
+
+
+class _TooManyError(Exception):
+    """There are more states than an exact walk may keep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +162,8 @@ class _Walk:
         most_states: int | None = None,
         is_timed: bool = True,
     ) -> None:
+        if chain.num_eras > 1 and not _first_era_matters(chain, budget_bytes):
+            chain = chain.last_era
         self.chain, self.budget_bytes, self.relaxation = chain, budget_bytes, relaxation
         self.limit, self.most_states, self.is_timed = limit, most_states, is_timed
         self.required = _demands(chain, budget_bytes, np.minimum.reduce)
@@ -156,7 +198,11 @@ class _Walk:
             states = states.at(within & (states.time <= self.limit))
         if self.most_states is not None and len(states.time) > self.most_states:
             states = states.at(_thinned(states, self._bounds(place, states), self.most_states))
+        elif len(states.time) > 20 * MOST_STATES:
+            raise _TooManyError
         states = _pareto(states)
+        if len(states.time) > MOST_STATES:
+            raise _TooManyError
         return states if len(states.time) else None
 
     def _bounds(self, place: int, states: _States) -> Floats:
@@ -231,6 +277,18 @@ def _demands(chain: Chain, budget_bytes: int, over_moves: Callable[..., Bytes]) 
     return [demands[place] for place in range(num_places + 1)]
 
 
+def _first_era_matters(chain: Chain, budget_bytes: int) -> bool:
+    """Whether a state that frees enough in the last era can be short of bytes in the first."""
+    required = _demands(chain.last_era, budget_bytes, np.minimum.reduce)
+    for place, needed in enumerate(required):
+        level = int(chain.gaps[0, place])
+        if place < len(chain.moves):
+            level = max(level, int(chain.moves[place].inside[0].max()))
+        if level - (int(needed[0]) - int(chain.held_back[place])) > budget_bytes:
+            return True
+    return False
+
+
 def _in_every_era(holds: Flags) -> Flags:
     everywhere: Flags = np.logical_and.reduce(holds, axis=0)
     return everywhere
@@ -246,15 +304,35 @@ def _pareto(states: _States) -> _States:
     """The states that no other beats in freed bytes of every era and in time."""
     if len(states.freed) == 1:
         return states.at(_best(states.freed[0], states.time))
-    first_eras = np.unique(states.freed[0])[::-1]
-    kept = np.zeros(0, dtype=np.intp)
+    states = states.at(_best_of_groups(states))
+    starts = np.flatnonzero(np.diff(states.freed[0], prepend=np.iinfo(np.int64).max))
+    freed, time = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    kept = []
     # From most to fewest bytes freed in the first era: those before beat all that follow there.
-    for freed_bytes in first_eras:
-        group = np.flatnonzero(states.freed[0] == freed_bytes)
-        both = np.concatenate([kept, group])
-        best = _best(states.freed[1, both], states.time[both])
-        kept = np.concatenate([kept, both[best[best >= len(kept)]]])
-    return states.at(kept)
+    for group in np.split(np.arange(len(states.time)), starts[1:]):
+        place = np.searchsorted(freed, states.freed[1, group])
+        rivals = np.append(time, np.iinfo(np.int64).max)[place]
+        better = group[states.time[group] < rivals]
+        kept.append(better)
+        freed = np.concatenate([freed, states.freed[1, better]])
+        time = np.concatenate([time, states.time[better]])
+        # Rising bytes and rising times: what frees more and takes no longer comes first.
+        stairs = _best(freed, time)[::-1]
+        freed, time = freed[stairs], time[stairs]
+    return states.at(np.concatenate(kept) if kept else np.zeros(0, dtype=np.intp))
+
+
+def _best_of_groups(states: _States) -> npt.NDArray[np.intp]:
+    """The states that no other with the same first era beats; sorted, most freed first."""
+    order = np.lexsort((states.time, -states.freed[1], -states.freed[0]))
+    groups = np.cumsum(np.diff(states.freed[0, order], prepend=states.freed[0, order[:1]]) != 0)
+    # Times of later groups are made lower than all before, so that each begins anew.
+    span = int(states.time.max(initial=0)) + 1
+    times = states.time[order] - groups * span
+    keep = np.ones(len(order), dtype=bool)
+    keep[1:] = times[1:] < np.minimum.accumulate(times)[:-1]
+    best: npt.NDArray[np.intp] = order[keep]
+    return best
 
 
 def _best(freed: Bytes, time: Bytes) -> npt.NDArray[np.intp]:
