@@ -27,7 +27,8 @@ class Profile:
     `step_seconds` is the untouched step's time on the device. `other_bytes` is what else was
     allocated there and stays; `slack_bytes` what the allocator was seen to need beyond the ops'
     account (its rounding, what is allocated outside every op). `gradients_kept` says that
-    gradients were alive at the step's start.
+    gradients were alive at the step's start. `estimated` says that nothing was measured: the
+    step was imagined for a device that was not there.
     """
 
     graph: Graph = field(repr=False)
@@ -42,6 +43,7 @@ class Profile:
     slack_bytes: int = 0
     gradients_kept: bool = False
     notes: tuple[str, ...] = ()
+    estimated: bool = False
 
     def seconds(self, op_index: int) -> float:
         """The measured seconds of one op."""

@@ -1,0 +1,226 @@
+"""Let ops on fake CPU tensors take the form that they would have on a CUDA device.
+
+Most operators are the same on every device. Those that are not are changed where Python calls
+them, by a function mode: attention is one fused kernel, dropout is one op with a mask of bytes,
+RMS norm is one op, `"cuda"` as a device means here. Autocast is torch's own for the CPU, which
+casts the same ops to 16 bits (and casts a weight only once); what CUDA runs in float32, or casts
+and the CPU does not, is added here. The lists are those of ATen/autocast_mode.h in torch 2.13.
+
+A function of torch that is written in Python is entered with the mode on, past its own check for
+modes: otherwise everything inside `multi_head_attention_forward`, or in the recomputation that
+`Tensor.backward` may cause, would be out of sight.
+"""
+
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from leanstep.imagine.attention import attention
+from leanstep.imagine.tensors import StandIns
+from leanstep.torch_private import is_fake
+
+# What CUDA's autocast runs in float32. The composite functions of which it casts a part are named
+# themselves: cross entropy is a log-softmax, `normalize` a norm.
+IN_FLOAT32 = frozenset(
+    (
+        "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow rpow "
+        "rdiv rtruediv softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm "
+        "nuclear_norm cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss "
+        "nll_loss_nd nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss "
+        "mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss "
+        "multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp "
+        "cross_entropy_loss norm"
+    ).split()
+)
+# The same, told by their `dtype` argument: no copy of the input is made where the kernel casts.
+WITH_DTYPE_FLOAT32 = frozenset(
+    (
+        "prod softmax log_softmax cumprod cumsum linalg_vector_norm linalg_matrix_norm sum"
+    ).split()
+)
+# What CUDA's autocast runs in 16 bits and the CPU's leaves alone.
+IN_LOWER = frozenset(["prelu", "addmv", "addr", "mv", "chain_matmul", "linalg_multi_dot"])
+
+_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+# Not all of Tensor's methods: some call the method in C++ that they stand in front of.
+_COMPOSED = ("torch.nn.functional", "torch.functional")
+_HERE = torch.device("cpu")
+
+
+class Target(TorchFunctionMode):
+    """The function mode; `numbers_known` lets an optimizer read its step count."""
+
+    def __init__(self, stand_ins: StandIns) -> None:
+        super().__init__()
+        self._stand_ins = stand_ins
+        self._numbers_known = False
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run one function as the target would."""
+        inside = past_its_check(func)
+        if inside is not None:
+            with self:
+                return inside(*args, **(kwargs or {}))
+        name = plain_name(func)
+        args = [self._stand_in(arg) for arg in args]
+        kwargs = {key: self._stand_in(arg) for key, arg in (kwargs or {}).items()}
+        if name == "cuda":
+            return args[0]
+        if name in ("item", "float", "int") and self._numbers_known:
+            return 1.0 if args[0].is_floating_point() else 1
+        if name == "to":
+            args = [_here(arg) for arg in args]
+        if "device" in kwargs:
+            kwargs["device"] = _here(kwargs["device"])
+        form = FORMS.get(name)
+        if form is not None:
+            func = functools.partial(form, func)
+        if torch.is_autocast_enabled("cpu"):
+            return self._autocast(name, func, args, kwargs)
+        return func(*args, **kwargs)
+
+    @contextmanager
+    def numbers_known(self) -> Iterator[None]:
+        """Answer 1 to every request for a number."""
+        self._numbers_known = True
+        try:
+            yield
+        finally:
+            self._numbers_known = False
+
+    def _stand_in(self, argument: Any) -> Any:
+        if isinstance(argument, torch.Tensor):
+            return argument if is_fake(argument) else self._stand_ins.tensor(argument)
+        if isinstance(argument, (list, tuple)) and type(argument) in (list, tuple):
+            return type(argument)(map(self._stand_in, argument))
+        return argument
+
+    def _autocast(self, name: str, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Add what CUDA's autocast does and the CPU's does not."""
+        dtype = torch.get_autocast_dtype("cpu") if name in IN_LOWER else torch.float32
+        if name in WITH_DTYPE_FLOAT32 and any(_is_low(arg) for arg in args):
+            if not any(isinstance(arg, torch.dtype) for arg in args):
+                kwargs["dtype"] = kwargs.get("dtype") or dtype
+        elif name in IN_LOWER or name in IN_FLOAT32:
+            args = [_cast(arg, dtype) for arg in args]
+            kwargs = {key: _cast(arg, dtype) for key, arg in kwargs.items()}
+        else:
+            return func(*args, **kwargs)
+        # What it calls runs in the types it was given.
+        with torch.autocast("cpu", enabled=False):
+            return func(*args, **kwargs)
+
+
+def plain_name(func: Any) -> str:
+    """A function's name without the underscores of operators: `__matmul__` is `matmul`."""
+    name: str = getattr(func, "__name__", "")
+    return name.strip("_") if name.startswith("__") else name
+
+
+def past_its_check(func: Any) -> Callable[..., Any] | None:
+    """A Python function of torch that does not ask for modes first; None for one in C++."""
+    is_composed = isinstance(func, types.FunctionType) and func.__module__ in _COMPOSED
+    return _past_its_check(func) if is_composed or func is torch.Tensor.backward else None
+
+
+@functools.cache
+def _past_its_check(func: types.FunctionType) -> Callable[..., Any] | None:
+    if not any(name in func.__globals__ for name in _CHECKS if name in func.__code__.co_names):
+        return None
+    names = {**func.__globals__, **dict.fromkeys(_CHECKS, lambda *_: False)}
+    copy = types.FunctionType(
+        func.__code__, names, func.__name__, func.__defaults__, func.__closure__
+    )
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
+def dropout(func: Any, tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """Dropout as CUDA does it: one op that keeps a mask of one byte an element."""
+    if not train or not 0.0 < p < 1.0 or tensor.numel() == 0:
+        result: torch.Tensor = func(tensor, p, train)
+        return result
+    return torch.native_dropout(tensor, p, True)[0]
+
+
+def rms_norm(
+    func: Any,
+    tensor: torch.Tensor,
+    shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    """RMS norm is one op on CUDA; layer norm keeps and costs the same, and exists here."""
+    if weight is not None and weight.dtype is not tensor.dtype:
+        result: torch.Tensor = func(tensor, shape, weight, eps)
+        return result
+    return torch.native_layer_norm(tensor, list(shape), weight, None, eps or 0.0)[0]
+
+
+def scaled_dot_product_attention(_: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Attention as CUDA chooses its kernel."""
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        args = tuple(_cast(arg, dtype) for arg in args)
+        kwargs = {key: _cast(arg, dtype) for key, arg in kwargs.items()}
+    return attention(*args, **kwargs)
+
+
+FORMS: dict[str, Callable[..., torch.Tensor]] = {
+    "dropout": dropout,
+    "rms_norm": rms_norm,
+    "scaled_dot_product_attention": scaled_dot_product_attention,
+}
+
+
+@contextmanager
+def autocast_as_on_cuda() -> Iterator[None]:
+    """Let `torch.autocast("cuda")` work where there is no CUDA, by way of the CPU's."""
+    original = torch.autocast.__init__
+
+    def init(
+        self: torch.autocast,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
+        if device_type == "cuda":
+            dtype, device_type = dtype or torch.get_autocast_dtype("cuda"), "cpu"
+        original(self, device_type, dtype, enabled, cache_enabled)
+
+    with mock.patch.object(torch.autocast, "__init__", init):
+        yield
+
+
+def _is_low(argument: Any) -> bool:
+    is_tensor = isinstance(argument, torch.Tensor)
+    return is_tensor and argument.dtype in (torch.float16, torch.bfloat16)
+
+
+def _cast(argument: Any, dtype: torch.dtype) -> Any:
+    if isinstance(argument, torch.Tensor):
+        is_eligible = argument.is_floating_point() and argument.dtype is not torch.float64
+        return argument.to(dtype) if is_eligible else argument
+    if isinstance(argument, (list, tuple)) and type(argument) in (list, tuple):
+        return type(argument)(_cast(item, dtype) for item in argument)
+    return argument
+
+
+def _here(device: Any) -> Any:
+    """The CPU for a CUDA device; anything else as it is."""
+    is_cuda = isinstance(device, torch.device) and device.type == "cuda"
+    named_cuda = isinstance(device, str) and device.startswith("cuda")
+    return _HERE if is_cuda or named_cuda else device
