@@ -1,4 +1,4 @@
-"""A profile for a device that is not there: fake tensors for the memory, a roofline for the time."""
+"""A profile for a device that is not there: fake tensors for memory, a roofline for time."""
 
 import dataclasses
 

@@ -49,6 +49,16 @@ def structure_untouched(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
+def hooks_silent(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Keep step hooks from running, this optimizer's and those of all, inside the block."""
+    restore = _silence(optimizer)
+    try:
+        yield
+    finally:
+        restore()
+
+
+@contextmanager
 def random_state_untouched() -> Iterator[None]:
     """Put back the random states of the host, when the block ends."""
     with ExitStack() as stack:

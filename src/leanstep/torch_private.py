@@ -5,7 +5,6 @@ repair belongs in this file.
 """
 
 import functools
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -180,7 +179,7 @@ def share_storage(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """
     empty = torch.empty(0, dtype=like.dtype)
     place = (like.storage_offset(), like.size(), like.stride())
-    return empty.set_(tensor.untyped_storage(), *place)  # type: ignore[call-overload,no-any-return]
+    return empty.set_(tensor.untyped_storage(), *place)
 
 
 def flash_attention(
@@ -231,7 +230,9 @@ def conversions_by_data() -> Iterator[None]:
     """
 
     def apply(
-        module: torch.nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+        module: torch.nn.Module,
+        convert: Callable[[torch.Tensor], torch.Tensor],
+        recurse: bool = True,
     ) -> torch.nn.Module:
         for child in module.children() if recurse else ():
             apply(child, convert)
@@ -247,7 +248,7 @@ def conversions_by_data() -> Iterator[None]:
         return module
 
     original = torch.nn.Module._apply
-    torch.nn.Module._apply = apply  # type: ignore[method-assign,assignment]
+    torch.nn.Module._apply = apply  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -258,16 +259,11 @@ def replace_tensors(
     module: torch.nn.Module, stand_in: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     """Put stand-ins in the place of a module's own parameters, buffers and other tensors."""
-    for own in (module._parameters, module._buffers, vars(module)):
+    places: list[dict[str, Any]] = [module._parameters, module._buffers, vars(module)]
+    for own in places:
         for name, tensor in own.items():
             if isinstance(tensor, torch.Tensor):
                 own[name] = stand_in(tensor)
-
-
-def without_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Give an optimizer that shares another's attributes empty step hooks of its own."""
-    optimizer._optimizer_step_pre_hooks = OrderedDict()
-    optimizer._optimizer_step_post_hooks = OrderedDict()
 
 
 def generator_bytes(state: torch.Tensor | None = None) -> bytes:

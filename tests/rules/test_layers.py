@@ -26,7 +26,9 @@ SOLVERS = SIMULATOR | {"solvers"}
 PLANNER = SOLVERS | {"planner"}
 DEVICE = REBUILD | {"torch_private", "step", "state", "truth"}
 RECORDER = DEVICE | {"recorder"}
-STAGES = PLANNER | RECORDER | {"profiler", "engines", "verifier", "reporters"}
+STAGES = (
+    PLANNER | RECORDER | {"profiler", "imagine", "estimator", "engines", "verifier", "reporters"}
+)
 
 MAY_IMPORT = {
     "errors": BASE,
@@ -45,6 +47,8 @@ MAY_IMPORT = {
     "truth": IR | {"torch_private", "step", "state"},
     "recorder": RECORDER,
     "profiler": RECORDER | {"profiler"},
+    "imagine": RECORDER | {"imagine"},
+    "estimator": RECORDER | {"effects", "simulator", "profiler", "imagine"},
     "engines": RECORDER | {"engines"},
     "verifier": RECORDER | {"simulator", "engines"},
     "models": BASE | {"models"},
@@ -59,7 +63,7 @@ MAY_IMPORT = {
 # They see what a user sees: `import leanstep`, or a public name from it.
 GUESTS = {"integrations", "cli", "__main__"}
 TORCH = {
-    *("recorder", "profiler", "engines", "models", "integrations"),
+    *("recorder", "profiler", "imagine", "estimator", "engines", "models", "integrations"),
     *("verifier", "truth", "fitter", "state", "step", "torch_private", "testing", "api"),
 }
 WITHOUT_TORCH = (

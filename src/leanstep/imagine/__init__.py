@@ -1,4 +1,4 @@
-"""Run a training step for a device that is not there: tensors without memory, ops as it has them."""
+"""Run a training step for a device that is not there: no memory, and ops in its form."""
 
 from leanstep.imagine.meter import ImaginedMeter as ImaginedMeter
 from leanstep.imagine.meter import with_rises as with_rises

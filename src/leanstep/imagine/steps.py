@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from leanstep.errors import InputError
-from leanstep.imagine.target import Target, autocast_as_on_cuda
+from leanstep.imagine.autocast import autocast_as_on_cuda
+from leanstep.imagine.target import Target
 from leanstep.imagine.tensors import StandIns
 from leanstep.recorder.source import error_source
-from leanstep.state import random_state_untouched, structure_untouched
+from leanstep.state import hooks_silent, random_state_untouched, structure_untouched
 from leanstep.step import Loss, TrainingStep, make_step
 from leanstep.torch_private import FakeTensorMode, conversions_by_data, operator_that_asked
 
@@ -50,6 +51,8 @@ def imagined_step(
     target = Target(stand_ins)
     with ExitStack() as stack:
         stack.enter_context(random_state_untouched())
+        if isinstance(source, Ingredients):
+            stack.enter_context(structure_untouched(source.model.modules()))
         stack.enter_context(conversions_by_data())
         stack.enter_context(autocast_as_on_cuda())
         stack.enter_context(FakeTensorMode())
@@ -57,8 +60,9 @@ def imagined_step(
         if not isinstance(source, Ingredients):
             with data_named("the factory"):
                 source = _made_by(source)
-        stack.enter_context(structure_untouched(source.model.modules()))
         step = _on_stand_ins(source, stand_ins, target, gradients_kept=gradients_kept)
+        if step.optimizer is not None:
+            stack.enter_context(hooks_silent(step.optimizer))
         with data_named("the step"):
             yield step
 

@@ -2,9 +2,7 @@
 
 Most operators are the same on every device. Those that are not are changed where Python calls
 them, by a function mode: attention is one fused kernel, dropout is one op with a mask of bytes,
-RMS norm is one op, `"cuda"` as a device means here. Autocast is torch's own for the CPU, which
-casts the same ops to 16 bits (and casts a weight only once); what CUDA runs in float32, or casts
-and the CPU does not, is added here. The lists are those of ATen/autocast_mode.h in torch 2.13.
+RMS norm is one op, `"cuda"` as a device means here, and autocast casts as on CUDA.
 
 A function of torch that is written in Python is entered with the mode on, past its own check for
 modes: otherwise everything inside `multi_head_attention_forward`, or in the recomputation that
@@ -16,36 +14,14 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from leanstep.imagine.attention import attention
+from leanstep.imagine.autocast import call_with_casts
 from leanstep.imagine.tensors import StandIns
 from leanstep.torch_private import is_fake
-
-# What CUDA's autocast runs in float32. The composite functions of which it casts a part are named
-# themselves: cross entropy is a log-softmax, `normalize` a norm.
-IN_FLOAT32 = frozenset(
-    (
-        "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow rpow "
-        "rdiv rtruediv softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm "
-        "nuclear_norm cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss "
-        "nll_loss_nd nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss "
-        "mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss "
-        "multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp "
-        "cross_entropy_loss norm"
-    ).split()
-)
-# The same, told by their `dtype` argument: no copy of the input is made where the kernel casts.
-WITH_DTYPE_FLOAT32 = frozenset(
-    (
-        "prod softmax log_softmax cumprod cumsum linalg_vector_norm linalg_matrix_norm sum"
-    ).split()
-)
-# What CUDA's autocast runs in 16 bits and the CPU's leaves alone.
-IN_LOWER = frozenset(["prelu", "addmv", "addr", "mv", "chain_matmul", "linalg_multi_dot"])
 
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 # Not all of Tensor's methods: some call the method in C++ that they stand in front of.
@@ -78,7 +54,7 @@ class Target(TorchFunctionMode):
         kwargs = {key: self._stand_in(arg) for key, arg in (kwargs or {}).items()}
         if name == "cuda":
             return args[0]
-        if name in ("item", "float", "int") and self._numbers_known:
+        if self._numbers_known and func.__name__ in ("item", "__float__", "__int__"):
             return 1.0 if args[0].is_floating_point() else 1
         if name == "to":
             args = [_here(arg) for arg in args]
@@ -88,7 +64,7 @@ class Target(TorchFunctionMode):
         if form is not None:
             func = functools.partial(form, func)
         if torch.is_autocast_enabled("cpu"):
-            return self._autocast(name, func, args, kwargs)
+            return call_with_casts(name, func, args, kwargs)
         return func(*args, **kwargs)
 
     @contextmanager
@@ -106,21 +82,6 @@ class Target(TorchFunctionMode):
         if isinstance(argument, (list, tuple)) and type(argument) in (list, tuple):
             return type(argument)(map(self._stand_in, argument))
         return argument
-
-    def _autocast(self, name: str, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Add what CUDA's autocast does and the CPU's does not."""
-        dtype = torch.get_autocast_dtype("cpu") if name in IN_LOWER else torch.float32
-        if name in WITH_DTYPE_FLOAT32 and any(_is_low(arg) for arg in args):
-            if not any(isinstance(arg, torch.dtype) for arg in args):
-                kwargs["dtype"] = kwargs.get("dtype") or dtype
-        elif name in IN_LOWER or name in IN_FLOAT32:
-            args = [_cast(arg, dtype) for arg in args]
-            kwargs = {key: _cast(arg, dtype) for key, arg in kwargs.items()}
-        else:
-            return func(*args, **kwargs)
-        # What it calls runs in the types it was given.
-        with torch.autocast("cpu", enabled=False):
-            return func(*args, **kwargs)
 
 
 def plain_name(func: Any) -> str:
@@ -171,10 +132,6 @@ def rms_norm(
 
 def scaled_dot_product_attention(_: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Attention as CUDA chooses its kernel."""
-    if torch.is_autocast_enabled("cpu"):
-        dtype = torch.get_autocast_dtype("cpu")
-        args = tuple(_cast(arg, dtype) for arg in args)
-        kwargs = {key: _cast(arg, dtype) for key, arg in kwargs.items()}
     return attention(*args, **kwargs)
 
 
@@ -183,40 +140,6 @@ FORMS: dict[str, Callable[..., torch.Tensor]] = {
     "rms_norm": rms_norm,
     "scaled_dot_product_attention": scaled_dot_product_attention,
 }
-
-
-@contextmanager
-def autocast_as_on_cuda() -> Iterator[None]:
-    """Let `torch.autocast("cuda")` work where there is no CUDA, by way of the CPU's."""
-    original = torch.autocast.__init__
-
-    def init(
-        self: torch.autocast,
-        device_type: str,
-        dtype: torch.dtype | None = None,
-        enabled: bool = True,
-        cache_enabled: bool | None = None,
-    ) -> None:
-        if device_type == "cuda":
-            dtype, device_type = dtype or torch.get_autocast_dtype("cuda"), "cpu"
-        original(self, device_type, dtype, enabled, cache_enabled)
-
-    with mock.patch.object(torch.autocast, "__init__", init):
-        yield
-
-
-def _is_low(argument: Any) -> bool:
-    is_tensor = isinstance(argument, torch.Tensor)
-    return is_tensor and argument.dtype in (torch.float16, torch.bfloat16)
-
-
-def _cast(argument: Any, dtype: torch.dtype) -> Any:
-    if isinstance(argument, torch.Tensor):
-        is_eligible = argument.is_floating_point() and argument.dtype is not torch.float64
-        return argument.to(dtype) if is_eligible else argument
-    if isinstance(argument, (list, tuple)) and type(argument) in (list, tuple):
-        return type(argument)(_cast(item, dtype) for item in argument)
-    return argument
 
 
 def _here(device: Any) -> Any:

@@ -5,7 +5,6 @@ often it is met: tied weights stay tied. Wherever a tensor lies (host, GPU, `met
 is a fake tensor of the CPU, the only device on which fakes work in every build of torch.
 """
 
-import copy
 from collections import defaultdict
 from typing import Any
 
@@ -17,7 +16,6 @@ from leanstep.torch_private import (
     share_storage,
     storage_address,
     tree_map,
-    without_hooks,
 )
 
 
@@ -50,15 +48,15 @@ class StandIns:
         """An optimizer over the stand-ins of a model's parameters, with state like the real one."""
         # Not by copy.copy: it would go through the optimizer's own way of being pickled.
         mine = object.__new__(type(real))
-        vars(mine).update({name: self._copied(value) for name, value in vars(real).items()})
+        others = {name: value for name, value in vars(real).items() if name != "state"}
+        vars(mine).update({name: self._copied(value) for name, value in others.items()})
         mine.state = defaultdict(dict)
         for parameter, entry in real.state.items():
             mine.state[self._leaf(parameter)] = self.tree(dict(entry))
-        without_hooks(mine)
         return mine
 
     def _copied(self, value: Any) -> Any:
-        return self.tree(copy.copy(value)) if isinstance(value, (list, dict, tuple)) else value
+        return self.tree(value) if type(value) in (list, dict, tuple) else value
 
     def _leaf(self, value: Any) -> Any:
         return self.tensor(value) if isinstance(value, torch.Tensor) else value

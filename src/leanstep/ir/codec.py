@@ -71,7 +71,8 @@ def _reader(kind: Any) -> Any:
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         readers = [(f.name, _reader(hints[f.name])) for f in dataclasses.fields(kind)]
-        return lambda plain: kind(**{name: read(plain[name]) for name, read in readers})
+        # A field that came later has a default; without one, the file is damaged.
+        return lambda plain: kind(**{k: read(plain[k]) for k, read in readers if k in plain})
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return kind
     if isinstance(kind, type) and issubclass(kind, tuple):

@@ -39,7 +39,11 @@ def lower(
         ),
         model=profile.model,
         torch_version=profile.torch_version,
-        notes=(_peak_note(profile, line), *_stuck_notes(stuck)),
+        notes=(
+            _peak_note(profile, line),
+            *_stuck_notes(stuck),
+            *(profile.notes if profile.estimated else ()),
+        ),
     )
 
 
