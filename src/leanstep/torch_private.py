@@ -5,7 +5,7 @@ repair belongs in this file.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -172,14 +172,21 @@ def operator_that_asked(error: BaseException) -> str | None:
     return ".numpy()" if "not supported for tensor subclasses" in str(error) else None
 
 
-def share_storage(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A tensor with the size, strides and offset of another, on the storage of the first.
+@contextmanager
+def past_every_mode() -> Iterator[None]:
+    """Work on real tensors as if no mode were active."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
+
+
+def on_storage_of(
+    tensor: torch.Tensor, dtype: torch.dtype, place: tuple[Any, Sequence[int], Sequence[int]]
+) -> torch.Tensor:
+    """A tensor at a place (offset, size, strides) of another's storage.
 
     No view for autograd: autocast caches the casts of weights that are none.
     """
-    empty = torch.empty(0, dtype=like.dtype)
-    place = (like.storage_offset(), like.size(), like.stride())
-    return empty.set_(tensor.untyped_storage(), *place)
+    return torch.empty(0, dtype=dtype).set_(tensor.untyped_storage(), *place)
 
 
 def flash_attention(
@@ -268,5 +275,5 @@ def replace_tensors(
 
 def generator_bytes(state: torch.Tensor | None = None) -> bytes:
     """The state of the CPU's generator, or one taken earlier; read past every mode."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
+    with past_every_mode():
         return (torch.get_rng_state() if state is None else state).numpy().tobytes()

@@ -25,7 +25,7 @@ from leanstep.torch_private import is_fake
 
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 # Not all of Tensor's methods: some call the method in C++ that they stand in front of.
-_COMPOSED = ("torch.nn.functional", "torch.functional")
+_COMPOSED = ("torch.nn.functional", "torch.functional", "torch.autograd")
 _HERE = torch.device("cpu")
 
 
@@ -45,6 +45,9 @@ class Target(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run one function as the target would."""
+        if func.__name__ == "__get__":
+            # The recorder reads many properties of every tensor of backward.
+            return func(*args)
         inside = past_its_check(func)
         if inside is not None:
             with self:

@@ -12,8 +12,9 @@ import torch
 
 from leanstep.torch_private import (
     is_fake,
+    on_storage_of,
+    past_every_mode,
     replace_tensors,
-    share_storage,
     storage_address,
     tree_map,
 )
@@ -62,18 +63,19 @@ class StandIns:
         return self.tensor(value) if isinstance(value, torch.Tensor) else value
 
     def _make(self, real: torch.Tensor) -> torch.Tensor:
+        is_trained = real.requires_grad and real.is_leaf
         with torch.no_grad():
-            made = self._plain(real.detach())
+            made = self._plain(real)
         if isinstance(real, torch.nn.Parameter):
             return torch.nn.Parameter(made, requires_grad=real.requires_grad)
-        return made.requires_grad_(real.requires_grad and real.is_leaf)
+        return made.requires_grad_(is_trained)
 
     def _plain(self, real: torch.Tensor) -> torch.Tensor:
         if real.layout is not torch.strided or real.is_quantized:
             return torch.empty(real.shape, dtype=real.dtype)
-        storage = self._storages.get(storage_address(real))
-        if storage is None:
-            nbytes = real.untyped_storage().nbytes()
-            storage = torch.empty(nbytes, dtype=torch.uint8)
-            self._storages[storage_address(real)] = storage
-        return share_storage(storage, real)
+        with past_every_mode():
+            address, nbytes = storage_address(real), real.untyped_storage().nbytes()
+            place = (real.storage_offset(), real.size(), real.stride())
+        if address not in self._storages:
+            self._storages[address] = torch.empty(nbytes, dtype=torch.uint8)
+        return on_storage_of(self._storages[address], real.dtype, place)
