@@ -47,8 +47,11 @@ def profile(
         return estimated_profile(
             _source(model, batch, loss, optimizer), device, gradients_kept=gradients_kept
         )
-    if not isinstance(model, torch.nn.Module) and callable(model):
-        raise InputError("a function that makes the model goes with device=, for example 'h200'")
+    if not isinstance(model, torch.nn.Module):
+        raise InputError(
+            f"model is {type(model).__name__}, not a torch.nn.Module: "
+            "a function that makes one goes with device="
+        )
     step = make_step(model, batch, loss, optimizer, gradients_kept=gradients_kept)
     refuse_fitted(model)
     return profile_step(step)

@@ -172,6 +172,12 @@ def operator_that_asked(error: BaseException) -> str | None:
     return ".numpy()" if "not supported for tensor subclasses" in str(error) else None
 
 
+def operator_without_form(error: BaseException) -> str | None:
+    """The operator that nobody has told how to run on fake tensors; None for other causes."""
+    is_missing = isinstance(error, _fake_tensor.UnsupportedOperatorException)
+    return str(error.func) if is_missing else None  # type: ignore[attr-defined]
+
+
 @contextmanager
 def past_every_mode() -> Iterator[None]:
     """Work on real tensors as if no mode were active."""
@@ -226,6 +232,13 @@ def plain_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
     """Attention from matrix products and softmax, where no fused kernel applies."""
     out: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs)[0]
     return out
+
+
+# Softmax from 16 bits to float32 in one op, and the gradient back; on CUDA alone.
+softmax_to_float32 = functools.partial(torch._softmax, half_to_float=True)
+softmax_gradient = torch._softmax_backward_data
+log_softmax_to_float32 = functools.partial(torch._log_softmax, half_to_float=True)
+log_softmax_gradient = torch._log_softmax_backward_data
 
 
 @contextmanager

@@ -329,10 +329,14 @@ def test_autocast_of_cuda_casts_as_cuda_does() -> None:
         layers["aten._to_copy.default"]
         > Counter(c.signature for c in plain.costs)["aten._to_copy.default"]
     )
-    # The loss is computed in float32 from a copy of the logits.
+    # The loss is computed in float32 straight from the logits, which get a gradient of 16 bits.
     (loss,) = [op for op in profile.graph.ops if op.name == "aten._log_softmax.default"]
     (made,) = [profile.graph.storages[value.storage] for value in loss.writes]
     assert made.nbytes == 4 * 32 * 512 * 4
+    (back,) = [
+        op for op in profile.graph.ops if op.name == "aten._log_softmax_backward_data.default"
+    ]
+    assert back.rise_bytes == made.nbytes / 2
 
 
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])

@@ -14,7 +14,12 @@ from leanstep.imagine.tensors import StandIns
 from leanstep.recorder.source import error_source
 from leanstep.state import hooks_silent, random_state_untouched, structure_untouched
 from leanstep.step import Loss, TrainingStep, make_step
-from leanstep.torch_private import FakeTensorMode, conversions_by_data, operator_that_asked
+from leanstep.torch_private import (
+    FakeTensorMode,
+    conversions_by_data,
+    operator_that_asked,
+    operator_without_form,
+)
 
 Factory = Callable[[], Any]
 
@@ -108,11 +113,11 @@ def data_named(who: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        operator = operator_that_asked(error)
-        if operator is None:
+        place = f" at {line}" if (line := error_source(error)) else ""
+        if operator := operator_that_asked(error):
+            reason = f"asks for data, and tensors have none without a device: {operator}"
+        elif operator := operator_without_form(error):
+            reason = f"runs {operator}, which torch.library.register_fake was not told about,"
+        else:
             raise
-        place = error_source(error)
-        raise InputError(
-            f"{who} asks for data, and tensors have none without a device: "
-            f"{operator}{f' at {place}' if place else ''}"
-        ) from error
+        raise InputError(f"{who} {reason}{place}") from error

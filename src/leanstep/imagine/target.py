@@ -1,8 +1,8 @@
 """Let ops on fake CPU tensors take the form that they would have on a CUDA device.
 
 Most operators are the same on every device. Those that are not are changed where Python calls
-them, by a function mode: attention is one fused kernel, dropout is one op with a mask of bytes,
-RMS norm is one op, `"cuda"` as a device means here, and autocast casts as on CUDA.
+them, by a function mode (`forms.py`). Autocast casts as on CUDA (`autocast.py`), and `"cuda"` as a
+device means here.
 
 A function of torch that is written in Python is entered with the mode on, past its own check for
 modes: otherwise everything inside `multi_head_attention_forward`, or in the recomputation that
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from leanstep.imagine.attention import attention
 from leanstep.imagine.autocast import call_with_casts
+from leanstep.imagine.forms import FORMS
 from leanstep.imagine.tensors import StandIns
 from leanstep.torch_private import is_fake
 
@@ -109,40 +109,6 @@ def _past_its_check(func: types.FunctionType) -> Callable[..., Any] | None:
     )
     copy.__kwdefaults__ = func.__kwdefaults__
     return copy
-
-
-def dropout(func: Any, tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """Dropout as CUDA does it: one op that keeps a mask of one byte an element."""
-    if not train or not 0.0 < p < 1.0 or tensor.numel() == 0:
-        result: torch.Tensor = func(tensor, p, train)
-        return result
-    return torch.native_dropout(tensor, p, True)[0]
-
-
-def rms_norm(
-    func: Any,
-    tensor: torch.Tensor,
-    shape: Sequence[int],
-    weight: torch.Tensor | None = None,
-    eps: float | None = None,
-) -> torch.Tensor:
-    """RMS norm is one op on CUDA; layer norm keeps and costs the same, and exists here."""
-    if weight is not None and weight.dtype is not tensor.dtype:
-        result: torch.Tensor = func(tensor, shape, weight, eps)
-        return result
-    return torch.native_layer_norm(tensor, list(shape), weight, None, eps or 0.0)[0]
-
-
-def scaled_dot_product_attention(_: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Attention as CUDA chooses its kernel."""
-    return attention(*args, **kwargs)
-
-
-FORMS: dict[str, Callable[..., torch.Tensor]] = {
-    "dropout": dropout,
-    "rms_norm": rms_norm,
-    "scaled_dot_product_attention": scaled_dot_product_attention,
-}
 
 
 def _here(device: Any) -> Any:
