@@ -62,7 +62,7 @@ def call_seconds(spec: CallSpec, device: Device) -> float:
     share = device.efficiency[kind if kind in BOUND_BY_MEMORY else "elementwise"]
     moving = _moved_bytes(spec.func, args, kwargs, out) / (device.bandwidth * share)
     computing = flops / (_peak_flops(device, kind, args) * device.efficiency[kind])
-    return max(moving, computing) + device.launch_seconds
+    return max(moving, computing) / _layout_share(device, kind, args) + device.launch_seconds
 
 
 def kind_of(name: str) -> str:
@@ -94,6 +94,16 @@ def _peak_flops(device: Device, kind: str, args: Sequence[Any]) -> float:
     if dtype == "float32" and _allows_tfloat32(kind):
         dtype = "tfloat32"
     return device.peak_flops.get(dtype, device.peak_flops["float32"])
+
+
+def _layout_share(device: Device, kind: str, args: Sequence[Any]) -> float:
+    """How much slower kernels for images are when the channels do not come last."""
+    if kind not in ("convolution", "batch_norm"):
+        return 1.0
+    # The first is the image or its gradient; a weight of 1 × 1 is in both formats at once.
+    image = next(tensors_in(list(args)))
+    is_first = image.dim() == 4 and not image.is_contiguous(memory_format=torch.channels_last)
+    return device.efficiency["channels_first"] if is_first and image.element_size() == 2 else 1.0
 
 
 def _allows_tfloat32(kind: str) -> bool:
