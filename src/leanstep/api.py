@@ -8,6 +8,8 @@ import torch
 from leanstep import engines
 from leanstep.engines.attach import is_attached
 from leanstep.errors import InputError, MeasureError, PlanError
+from leanstep.estimator import estimated_profile
+from leanstep.imagine import Factory, Ingredients
 from leanstep.ir import Plan, Profile, Verdict
 from leanstep.ir.check import check_blocks, check_graph
 from leanstep.marks import marks_of
@@ -18,27 +20,58 @@ from leanstep.recorder.blocks import find_blocks
 from leanstep.recorder.signatures import Signatures
 from leanstep.simulator import simulate, static_bytes
 from leanstep.state import untouched
-from leanstep.step import Loss, TrainingStep, make_step
+from leanstep.step import Loss, TrainingStep, fingerprint, make_step
 from leanstep.truth import median_seconds, peak_rise_bytes, resident_bytes
 from leanstep.verifier import judge, look
 
 
 def profile(
-    model: torch.nn.Module,
-    batch: Any,
+    model: torch.nn.Module | Factory,
+    batch: Any = None,
     loss: Loss | None = None,
     *,
     optimizer: torch.optim.Optimizer | None = None,
+    device: str | None = None,
     gradients_kept: bool = False,
 ) -> Profile:
     """Record one training step of a model, find its blocks, and time its ops.
 
     Runs a handful of steps and leaves no trace of them. Without an optimizer the step ends with
     backward. `gradients_kept` profiles a step that adds to existing gradients.
+
+    With `device` (`"h200"`, `"a100-80gb"`, `"rtx4090"`, `"rtx3090"`) the profile is estimated for
+    that device, which need not be there: nothing is run or allocated. The model may then be on
+    `meta`, or in place of model and batch there may be a function without arguments that returns
+    model, batch, loss and optimizer; it is called where new tensors take no memory.
     """
+    if device is not None:
+        return estimated_profile(
+            _source(model, batch, loss, optimizer), device, gradients_kept=gradients_kept
+        )
+    if not isinstance(model, torch.nn.Module):
+        raise InputError(
+            f"model is {type(model).__name__}, not a torch.nn.Module: "
+            "a function that makes one goes with device="
+        )
     step = make_step(model, batch, loss, optimizer, gradients_kept=gradients_kept)
     refuse_fitted(model)
     return profile_step(step)
+
+
+def _source(
+    model: torch.nn.Module | Factory,
+    batch: Any,
+    loss: Loss | None,
+    optimizer: torch.optim.Optimizer | None,
+) -> Ingredients | Factory:
+    if isinstance(model, torch.nn.Module):
+        refuse_fitted(model)
+        return Ingredients(model, batch, loss, optimizer)
+    if not callable(model):
+        raise InputError(f"model is {type(model).__name__}, not a torch.nn.Module or a factory")
+    if any(part is not None for part in (batch, loss, optimizer)):
+        raise InputError("a factory returns batch, loss and optimizer: leave the arguments out")
+    return model
 
 
 def profile_step(step: TrainingStep) -> Profile:
@@ -52,10 +85,7 @@ def profile_step(step: TrainingStep) -> Profile:
         graph = record(step, signatures)
         check_graph(graph)
         rise = _measured_rise(step)
-    worth = [False] * len(signatures.specs)
-    for op in graph.ops:
-        worth[op.cost] |= bool(op.writes)
-    costs, notes = measure(signatures.specs, worth, step.device)
+    costs, notes = measure(signatures.specs, signatures.that_write(graph), step.device)
     marks = marks_of(step.model)
     blocks = find_blocks(step.model, graph, [path for path, _ in marks])
     check_blocks(graph, blocks)
@@ -89,14 +119,6 @@ def _with_peak(draft: Profile, other_bytes: int, measured_rise: int) -> Profile:
     recorded_rise = simulate(whole).peak_bytes - static_bytes(whole)
     whole = dataclasses.replace(whole, slack_bytes=max(0, measured_rise - recorded_rise))
     return dataclasses.replace(whole, peak_bytes=simulate(whole).peak_bytes)
-
-
-def fingerprint(model: torch.nn.Module) -> str:
-    """Name a model by its class and what its parameters look like."""
-    parameters = list(model.parameters())
-    count = sum(parameter.numel() for parameter in parameters)
-    name = type(model).__name__
-    return f"{name}, {len(parameters)} tensors, {count} parameters"
 
 
 def apply(model: torch.nn.Module, plan: Plan) -> engines.Applied:

@@ -35,6 +35,38 @@ def untouched(step: TrainingStep) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def structure_untouched(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Put back which tensors modules hold, when the block ends.
+
+    For steps on stand-ins, which write no real tensor: nothing is copied.
+    """
+    with ExitStack() as stack:
+        for module in modules:
+            for restore in _structure(module):
+                stack.callback(restore)
+        yield
+
+
+@contextmanager
+def hooks_silent(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Keep step hooks from running, this optimizer's and those of all, inside the block."""
+    restore = _silence(optimizer)
+    try:
+        yield
+    finally:
+        restore()
+
+
+@contextmanager
+def random_state_untouched() -> Iterator[None]:
+    """Put back the random states of the host, when the block ends."""
+    with ExitStack() as stack:
+        for restore in _random_states(torch.device("cpu")):
+            stack.callback(restore)
+        yield
+
+
 def _snapshots(step: TrainingStep) -> Iterator[Callable[[], None]]:
     # Restored in reverse: contents come back before the gradients that were set aside.
     yield from _random_states(step.device)
@@ -154,11 +186,16 @@ def _silence(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 
 def _attributes(module: torch.nn.Module) -> Iterator[Callable[[], None]]:
     """Note a module's mode, its own dictionaries, and the attributes that its class gave it."""
+    others = {name: value for name, value in vars(module).items() if name not in _MODULE_OWN}
+    yield _contents(_Collected(others.values()).tensors)
+    yield from _structure(module)
+
+
+def _structure(module: torch.nn.Module) -> Iterator[Callable[[], None]]:
+    """Note which objects a module holds, not what is in its tensors."""
     own = {name: value for name, value in vars(module).items() if name in _MODULE_OWN}
     others = {name: value for name, value in vars(module).items() if name not in _MODULE_OWN}
-    noted = _Collected(others.values())
-    yield _contents(noted.tensors)
-    yield noted.restore
+    yield _Collected(others.values()).restore
     # Parameters and buffers by name, children, hooks: who they are; contents are noted elsewhere.
     yield _Collected(own.values()).restore
     yield _variables(module)

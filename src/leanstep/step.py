@@ -38,9 +38,14 @@ class TrainingStep:
 
     def update(self) -> None:
         """Run the optimizer, past hooks of the user's, then drop the gradients."""
-        if self.optimizer is not None and not self.gradients_kept:
-            original_step(self.optimizer)()
+        if not self.gradients_kept:
+            self.run_optimizer()
         self.drop_gradients()
+
+    def run_optimizer(self) -> None:
+        """Run the optimizer alone."""
+        if self.optimizer is not None:
+            original_step(self.optimizer)()
 
     def drop_gradients(self) -> None:
         """End the step: gradients to None, unless they are kept."""
@@ -54,8 +59,7 @@ class TrainingStep:
     def first_run(self) -> None:
         """Run once, the optimizer in any case: its state is there from its first step on."""
         self.compute_loss().backward()
-        if self.optimizer is not None:
-            original_step(self.optimizer)()
+        self.run_optimizer()
         self.drop_gradients()
 
     def run(self) -> None:
@@ -198,6 +202,14 @@ def _check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer | 
             "the optimizer holds none of this model's parameters: "
             "build it from model.parameters(), after moving the model to its device"
         )
+
+
+def fingerprint(model: torch.nn.Module) -> str:
+    """Name a model by its class and what its parameters look like."""
+    parameters = list(model.parameters())
+    count = sum(parameter.numel() for parameter in parameters)
+    name = type(model).__name__
+    return f"{name}, {len(parameters)} tensors, {count} parameters"
 
 
 def autocast_is_on() -> bool:

@@ -38,9 +38,12 @@ def allocated_bytes(tensor: torch.Tensor, device: torch.device) -> int:
     if tensor.device.type != device.type:
         return 0
     nbytes = tensor.untyped_storage().nbytes()
-    if tensor.device.type == "cuda":
-        return -(-nbytes // _CUDA_ROUNDING_BYTES) * _CUDA_ROUNDING_BYTES
-    return nbytes
+    return cuda_bytes(nbytes) if tensor.device.type == "cuda" else nbytes
+
+
+def cuda_bytes(nbytes: int) -> int:
+    """What CUDA's allocator counts for so many bytes."""
+    return -(-nbytes // _CUDA_ROUNDING_BYTES) * _CUDA_ROUNDING_BYTES
 
 
 def peak_rise_bytes(step: Callable[[], object], device: torch.device) -> int:
@@ -186,6 +189,14 @@ class OpMeter:
     def op(self) -> AbstractContextManager[None]:
         """Hold one op."""
         return self._cuda_op() if self.device.type == "cuda" else self._cpu_op()
+
+    def nbytes(self, tensor: torch.Tensor) -> int:
+        """What a tensor's storage takes from the allocator."""
+        return allocated_bytes(tensor, self.device)
+
+    def draws_on_host(self, result: torch.Tensor) -> bool:
+        """Whether an op with this result draws from the host's generator."""
+        return result.device.type == "cpu"
 
     def rises(self) -> list[int]:
         """The rise of each op in turn; known after the meter is closed."""

@@ -26,7 +26,11 @@ SOLVERS = SIMULATOR | {"solvers"}
 PLANNER = SOLVERS | {"planner"}
 DEVICE = REBUILD | {"torch_private", "step", "state", "truth"}
 RECORDER = DEVICE | {"recorder"}
-STAGES = PLANNER | RECORDER | {"marks", "profiler", "engines", "verifier", "reporters"}
+STAGES = (
+    PLANNER
+    | RECORDER
+    | {"marks", "profiler", "imagine", "estimator", "engines", "verifier", "reporters"}
+)
 
 MAY_IMPORT = {
     "errors": BASE,
@@ -46,6 +50,8 @@ MAY_IMPORT = {
     "marks": BASE,
     "recorder": RECORDER,
     "profiler": RECORDER | {"profiler"},
+    "imagine": RECORDER | {"imagine"},
+    "estimator": RECORDER | {"effects", "simulator", "marks", "profiler", "imagine"},
     "engines": RECORDER | {"engines"},
     "verifier": RECORDER | {"simulator", "engines"},
     "models": BASE | {"models"},
@@ -60,7 +66,7 @@ MAY_IMPORT = {
 # They see what a user sees: `import leanstep`, or a public name from it.
 GUESTS = {"integrations", "cli", "__main__"}
 TORCH = {
-    *("recorder", "profiler", "engines", "models", "integrations"),
+    *("recorder", "profiler", "imagine", "estimator", "engines", "models", "integrations"),
     *("verifier", "truth", "fitter", "state", "step", "torch_private", "testing", "api", "marks"),
 }
 WITHOUT_TORCH = (

@@ -70,14 +70,9 @@ def _reader(kind: Any) -> Any:
     """Make the function that reads one kind; cached, since a graph has many thousand values."""
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
-        readers = [(f.name, _reader(hints[f.name]), _is_new(f)) for f in dataclasses.fields(kind)]
-        return lambda plain: kind(
-            **{
-                name: read(plain[name])
-                for name, read, is_new in readers
-                if name in plain or not is_new
-            }
-        )
+        readers = [(f.name, _reader(hints[f.name])) for f in dataclasses.fields(kind)]
+        # A field that came later has a default; without one, the file is damaged.
+        return lambda plain: kind(**{k: read(plain[k]) for k, read in readers if k in plain})
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return kind
     if isinstance(kind, type) and issubclass(kind, tuple):
@@ -88,11 +83,6 @@ def _reader(kind: Any) -> Any:
         (inner,) = [_reader(k) for k in get_args(kind) if k is not types.NoneType]
         return lambda plain: None if plain is None else inner(plain)
     return lambda plain: plain
-
-
-def _is_new(field: dataclasses.Field[Any]) -> bool:
-    """Whether a file may lack a field: one with a default may have come after the file."""
-    return field.default is not dataclasses.MISSING
 
 
 def _tuple_reader(kinds: tuple[Any, ...]) -> Any:

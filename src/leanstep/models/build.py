@@ -19,11 +19,12 @@ from torch import nn
 from leanstep.errors import InputError
 from leanstep.models.catalog import CATALOG, Entry, ImageSizes, TextSizes
 from leanstep.models.resnet import ResNetSizes
-from leanstep.models.tasks import Batch, Loss, make_task
+from leanstep.models.tasks import Batch, Loss, UnderAutocast, make_task
 from leanstep.models.transformer import LlamaSizes
 from leanstep.models.unet import UNetSizes
 
 OPTIMIZERS = ("adamw", "sgd")
+AUTOCASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Built(NamedTuple):
@@ -45,6 +46,8 @@ def build(
     device: str | torch.device = "cpu",
     dropout: float | None = None,
     optimizer: str = "adamw",
+    fused: bool = False,
+    autocast: str | None = None,
 ) -> Built:
     """Return the named model in training mode with a random batch, its loss and an optimizer.
 
@@ -60,6 +63,8 @@ def build(
         device: where model and batch live.
         dropout: share dropped; by default 0.1 in Transformers and none in U-Nets.
         optimizer: "adamw" (weight decay 0.01) or "sgd" (momentum 0.9, weight decay 1e-4).
+        fused: let the optimizer update in one kernel, without temporaries.
+        autocast: compute the loss in mixed precision: "bf16" or "fp16".
 
     Raises:
         InputError: a name is not known, or an option does not fit the model.
@@ -73,8 +78,11 @@ def build(
     sizes = check_extent(name, sizes, extent)
     target = torch.device(device)
     with drawn_from(seed, target):
-        task = make_task(sizes, rows, extent, target)
-    return Built(*task, make_optimizer(optimizer, task.model))
+        model, data, loss = make_task(sizes, rows, extent, target)
+    if autocast is not None:
+        check_known(autocast, tuple(AUTOCASTS), "autocast type")
+        loss = UnderAutocast(loss, target.type, AUTOCASTS[autocast])
+    return Built(model, data, loss, make_optimizer(optimizer, model, fused=fused))
 
 
 def names() -> tuple[str, ...]:
@@ -161,8 +169,12 @@ def drawn_from(seed: int, target: torch.device) -> Iterator[None]:
         yield
 
 
-def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(name: str, model: nn.Module, *, fused: bool = False) -> torch.optim.Optimizer:
     """Return the named optimizer over all parameters of `model`."""
+    # None, not False: torch then chooses by the device.
+    one_kernel = True if fused else None
     if name == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01)
+        return torch.optim.SGD(
+            model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4, fused=one_kernel
+        )
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=one_kernel)

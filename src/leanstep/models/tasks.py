@@ -150,6 +150,20 @@ class AgainstTargets:
         return self.criterion(output, match_rows(self.targets, len(output)))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class UnderAutocast:
+    """A loss computed in mixed precision."""
+
+    loss: Loss
+    device_type: str
+    dtype: torch.dtype
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the loss of `model` on `batch`."""
+        with torch.autocast(self.device_type, self.dtype):
+            return self.loss(model, batch)
+
+
 def match_rows(targets: Tensor, rows: int) -> Tensor:
     """Return the first `rows` targets, starting over when they run out."""
     if rows == len(targets):

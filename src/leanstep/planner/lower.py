@@ -34,7 +34,12 @@ def lower(
         decisions=tuple(_decision(part, option) for part, option in picked),
         model=profile.model,
         torch_version=profile.torch_version,
-        notes=(_peak_note(profile, line), *_stuck_notes([part for part, _ in picked]), *notes),
+        notes=(
+            _peak_note(profile, line),
+            *_stuck_notes([part for part, _ in picked]),
+            *notes,
+            *(profile.notes if profile.estimated else ()),
+        ),
     )
 
 

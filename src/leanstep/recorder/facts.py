@@ -9,7 +9,7 @@ import torch
 
 from leanstep.ir import Fact
 from leanstep.recorder.values import has_storage
-from leanstep.torch_private import operator_arguments
+from leanstep.torch_private import generator_bytes, operator_arguments
 
 # These ops write their running statistics although their schema does not say so.
 HIDDEN_WRITES = {
@@ -115,20 +115,16 @@ class DrawOrder:
     drawn again from the state at the start of a call.
     """
 
-    def __init__(self, state: torch.Tensor) -> None:
-        self._expected = state.numpy().tobytes()
+    def __init__(self, state: torch.Tensor | None = None) -> None:
+        self._expected = generator_bytes(state)
 
     def jumped(self) -> bool:
         """Whether the generator is not where the last draw left it; ask before each draw."""
-        return self._expected != _generator_bytes()
+        return self._expected != generator_bytes()
 
     def drew(self) -> None:
         """Note where a draw has left the generator."""
-        self._expected = _generator_bytes()
-
-
-def _generator_bytes() -> bytes:
-    return torch.get_rng_state().numpy().tobytes()
+        self._expected = generator_bytes()
 
 
 def tensors_in(argument: Any) -> Iterator[torch.Tensor]:

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from leanstep.ir import Graph
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
@@ -55,6 +57,13 @@ class Signatures:
         if number == len(self.specs):
             self.specs.append(spec)
         return number
+
+    def that_write(self, graph: Graph) -> list[bool]:
+        """For each signature, whether its calls in a graph write anything: views do not."""
+        found = [False] * len(self.specs)
+        for op in graph.ops:
+            found[op.cost] |= bool(op.writes)
+        return found
 
 
 def _spec(argument: Any) -> Any:

@@ -3,6 +3,7 @@
 import functools
 import os
 import sys
+import traceback
 from pathlib import Path
 
 import torch
@@ -20,6 +21,16 @@ def user_source() -> str:
             return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""
+
+
+def error_source(error: BaseException) -> str:
+    """The innermost line of the user's code that an error passed through."""
+    places = [
+        f"{Path(frame.f_code.co_filename).name}:{line}"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not _is_skipped(frame.f_code.co_filename)
+    ]
+    return places[-1] if places else ""
 
 
 @functools.cache

@@ -30,7 +30,7 @@ from leanstep.recorder.signatures import Signatures
 from leanstep.recorder.source import user_source
 from leanstep.recorder.values import StorageBook, has_storage
 from leanstep.step import TrainingStep
-from leanstep.truth import OpMeter, allocated_bytes
+from leanstep.truth import OpMeter
 
 
 class _Saved:
@@ -70,7 +70,7 @@ class StepRecording(torch_private.TorchDispatchMode):
         self._origins: dict[int, tuple[int, str]] = {}
         self._sums = EngineSums()
         self._generator: int | None = None
-        self._draw_order = DrawOrder(torch.get_rng_state())
+        self._draw_order = DrawOrder()
         self._started = 0
 
     # What is there before the step.
@@ -97,8 +97,9 @@ class StepRecording(torch_private.TorchDispatchMode):
     ) -> Any:
         """Run one op and write it down."""
         kwargs = kwargs or {}
-        # Marks in a trace (`record_function`, every optimizer's step) compute nothing.
-        if self._internal or func.namespace == "profiler":
+        # Marks in a trace (`record_function`, every optimizer's step) compute nothing, nor does a
+        # question for a fake tensor's device.
+        if self._internal or func.namespace in ("profiler", "prim"):
             return func(*args, **kwargs)
         info = op_info(func)
         self._poll_natural_deaths()
@@ -120,7 +121,7 @@ class StepRecording(torch_private.TorchDispatchMode):
             written = [reads[0].storage]
         writes = [self.book.write(number) for number in written]
         writes.extend(self._births(out))
-        if Fact.RANDOM in facts and _draws_on_cpu(out):
+        if Fact.RANDOM in facts and self._draws_on_host(out):
             reads, writes = self._with_generator(reads, writes)
             self._note_draw()
         call, source = self._origin()
@@ -166,7 +167,7 @@ class StepRecording(torch_private.TorchDispatchMode):
     def _add_storage(self, tensor: torch.Tensor, *, birth: int) -> int:
         number = self.book.add(tensor)
         self._extend(number)
-        self.nbytes[number] = allocated_bytes(tensor, self.meter.device)
+        self.nbytes[number] = self.meter.nbytes(tensor)
         self.births[number] = birth
         return number
 
@@ -183,6 +184,11 @@ class StepRecording(torch_private.TorchDispatchMode):
             self.categories[self._generator] = Category.GENERATOR
         before = self.book.value(self._generator)
         return [*reads, before], [*writes, self.book.write(self._generator)]
+
+    def _draws_on_host(self, out: Any) -> bool:
+        # The first output is the result; attention on CUDA also returns its seed, which may lie
+        # on the host.
+        return any(self.meter.draws_on_host(tensor) for tensor in islice(tensors_in(out), 1))
 
     def _draw_jumps(self) -> bool:
         self._internal = True
@@ -328,9 +334,9 @@ class StepRecording(torch_private.TorchDispatchMode):
         return self.ops[death + 1].phase is not Phase.FORWARD
 
 
-def record(step: TrainingStep, signatures: Signatures) -> Graph:
+def record(step: TrainingStep, signatures: Signatures, meter: OpMeter | None = None) -> Graph:
     """Run one training step and return its graph; the caller keeps what the step changes."""
-    with OpMeter(step.device) as meter:
+    with meter or OpMeter(step.device) as meter:
         recording = StepRecording(meter, signatures)
         with ExitStack() as stack:
             stack.enter_context(_module_hooks(step.model, recording))
@@ -386,8 +392,3 @@ def _hook(path: str, module: torch.nn.Module, recording: StepRecording) -> tuple
         module.register_forward_pre_hook(before, prepend=True),
         module.register_forward_hook(after, always_call=True),
     )
-
-
-def _draws_on_cpu(out: Any) -> bool:
-    # The first output is the result; attention on CUDA also returns its seed, which may lie here.
-    return any(tensor.device.type == "cpu" for tensor in islice(tensors_in(out), 1))

@@ -17,7 +17,8 @@ _BLOCK_HEADINGS = ("block", "calls", "engine", "dropped", "extra time", "why")
 
 def render(profile: Profile, plan: Plan, verdict: Verdict | None) -> str:
     """The summary of a fit as text of a fixed width."""
-    lines = [f"leanstep · {profile.model} · {profile.device} · solver {plan.solver}"]
+    device = f"{profile.device} (estimated)" if profile.estimated else profile.device
+    lines = [f"leanstep · {profile.model} · {device} · solver {plan.solver}"]
     lines += _table(_SUMMARY_HEADINGS, _summary(plan, verdict))
     lines += _table(_BLOCK_HEADINGS, _blocks(profile, plan))
     lines += [part for line in _closing(plan, verdict) for part in textwrap.wrap(line, _WIDTH)]

@@ -1,0 +1,56 @@
+"""A profile for a device that is not there: fake tensors for memory, a roofline for time."""
+
+import dataclasses
+
+import torch
+
+from leanstep.imagine import Factory, ImaginedMeter, Ingredients, imagined_step, with_rises
+from leanstep.ir import Profile
+from leanstep.ir.check import check_blocks, check_graph
+from leanstep.marks import marks_of
+from leanstep.profiler.devices import find_device
+from leanstep.profiler.roofline import estimate
+from leanstep.recorder import record
+from leanstep.recorder.blocks import find_blocks
+from leanstep.recorder.signatures import Signatures
+from leanstep.simulator import simulate
+from leanstep.step import fingerprint
+
+
+def estimated_profile(
+    source: Ingredients | Factory, device: str, *, gradients_kept: bool = False
+) -> Profile:
+    """Record a step without memory, as the device would run it, and estimate its ops' times."""
+    target = find_device(device)
+    signatures = Signatures()
+    with imagined_step(source, gradients_kept=gradients_kept) as step:
+        # Optimizer state is made at the first step; it must be there before the recorded one.
+        step.first_run()
+        graph = with_rises(record(step, signatures, ImaginedMeter()), signatures.specs)
+        model = fingerprint(step.model)
+        # A model that exists has its marks; its stand-in may be a copy, which has none.
+        marks = marks_of(source.model if isinstance(source, Ingredients) else step.model)
+        blocks = find_blocks(step.model, graph, [path for path, _ in marks])
+    check_graph(graph)
+    check_blocks(graph, blocks)
+    worth = signatures.that_write(graph)
+    costs = tuple(estimate(signatures.specs, worth, target))
+    draft = Profile(
+        graph=graph,
+        blocks=blocks,
+        costs=costs,
+        step_seconds=sum(costs[op.cost].seconds for op in graph.ops),
+        other_bytes=0,
+        peak_bytes=0,
+        device=target.name,
+        torch_version=torch.__version__,
+        model=model,
+        gradients_kept=gradients_kept,
+        marks=marks,
+        notes=(
+            f"estimated for {target.name}: fake tensors and a roofline; "
+            "fit on the device measures and re-plans",
+        ),
+        estimated=True,
+    )
+    return dataclasses.replace(draft, peak_bytes=simulate(draft).peak_bytes)
