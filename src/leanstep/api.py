@@ -7,13 +7,15 @@ import torch
 
 from leanstep import engines
 from leanstep.engines.attach import is_attached
-from leanstep.errors import InputError, MeasureError, PlanError
+from leanstep.engines.check import check_model, check_step
+from leanstep.errors import InputError, MeasureError
 from leanstep.ir import Plan, Profile, Verdict
 from leanstep.ir.check import check_blocks, check_graph
 from leanstep.profiler import measure
 from leanstep.profiler.cache import device_name
 from leanstep.recorder import record
 from leanstep.recorder.blocks import find_blocks
+from leanstep.recorder.identity import identity_of
 from leanstep.recorder.signatures import Signatures
 from leanstep.simulator import simulate, static_bytes
 from leanstep.state import untouched
@@ -66,7 +68,7 @@ def profile_step(step: TrainingStep) -> Profile:
         peak_bytes=0,
         device=device_name(step.device),
         torch_version=torch.__version__,
-        model=fingerprint(step.model),
+        model=identity_of(step.model, step.batch),
         gradients_kept=step.gradients_kept,
         notes=tuple(notes),
     )
@@ -88,18 +90,23 @@ def _with_peak(draft: Profile, other_bytes: int, measured_rise: int) -> Profile:
     return dataclasses.replace(whole, peak_bytes=simulate(whole).peak_bytes)
 
 
-def fingerprint(model: torch.nn.Module) -> str:
-    """Name a model by its class and what its parameters look like."""
-    parameters = list(model.parameters())
-    count = sum(parameter.numel() for parameter in parameters)
-    name = type(model).__name__
-    return f"{name}, {len(parameters)} tensors, {count} parameters"
+def apply(
+    model: torch.nn.Module, plan: Plan, batch: Any = None, loss: Loss | None = None
+) -> engines.Applied:
+    """Let a model train as a plan says; `remove()` of what comes back undoes it.
 
+    With a batch the step is recorded anew, which leaves no trace, and every value that the plan
+    names must be there. Without one only the model's class and parameters are compared, and each
+    block is checked as it is first called.
 
-def apply(model: torch.nn.Module, plan: Plan) -> engines.Applied:
-    """Let a model train as a plan says; `remove()` of what comes back undoes it."""
+    Raises:
+        PlanError: the plan is for another model, batch or version of torch; it names what differs.
+    """
     refuse_fitted(model)
-    refuse_other_model(model, plan)
+    if batch is None:
+        check_model(model, plan)
+    else:
+        check_step(make_step(model, batch, loss, None), plan)
     return engines.apply(model, plan)
 
 
@@ -115,22 +122,13 @@ def verify(
     """Run the untouched and the planned step from the same state and compare every number."""
     step = make_step(model, batch, loss, optimizer, gradients_kept=gradients_kept)
     refuse_fitted(model)
-    refuse_other_model(model, plan)
+    check_step(step, plan)
     before = look(step)
     applied = engines.apply(model, plan)
     try:
         return judge(step, applied, before)
     finally:
         applied.remove()
-
-
-def refuse_other_model(model: torch.nn.Module, plan: Plan) -> None:
-    """Say so when a plan was made for a model of another shape."""
-    if plan.model != fingerprint(model):
-        raise PlanError(
-            f"the plan is for another model: it was made for {plan.model}, "
-            f"this one is {fingerprint(model)}"
-        )
 
 
 def refuse_fitted(model: torch.nn.Module) -> None:

@@ -16,6 +16,7 @@ from leanstep.ir import (
     Cost,
     Fact,
     Graph,
+    Identity,
     ModuleCall,
     Op,
     Phase,
@@ -177,6 +178,6 @@ def _profile(graph: Graph, blocks: tuple[Block, ...], costs: tuple[Cost, ...]) -
         peak_bytes=0,
         device="cpu",
         torch_version="",
-        model="chain",
+        model=Identity("chain"),
     )
     return replace(profile, peak_bytes=simulate(profile).peak_bytes)

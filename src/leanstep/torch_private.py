@@ -5,7 +5,8 @@ repair belongs in this file.
 """
 
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -124,6 +125,21 @@ def optimizer_hooks(optimizer: torch.optim.Optimizer) -> list[dict[int, Any]]:
 def forward_hooks(module: torch.nn.Module) -> list[dict[int, Any]]:
     """The dictionaries that hold a module's forward hooks."""
     return [module._forward_pre_hooks, module._forward_hooks]
+
+
+_CALL_CODE = torch.nn.Module._call_impl.__code__
+
+
+def running_modules() -> Iterator[torch.nn.Module]:
+    """The modules being called on this thread, innermost first, read off the interpreter's frames.
+
+    No hook is needed, so nothing about the modules changes; a microsecond or so.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALL_CODE:
+            yield frame.f_locals["self"]
+        frame = frame.f_back  # type: ignore[assignment]
 
 
 def operator_arguments(operator: Any) -> list[Any]:

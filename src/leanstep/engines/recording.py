@@ -15,7 +15,9 @@ import torch
 from leanstep import torch_private
 from leanstep.blockgraph import NEVER_RERUN, STATISTICS_ARE_OPTIONAL
 from leanstep.engines.randomness import CudaDraw, draw_device
+from leanstep.engines.scope import Scope
 from leanstep.ir import Fact, Value
+from leanstep.ir.graph import scoped_name
 from leanstep.rebuild import Rerun
 from leanstep.recorder.facts import (
     DrawOrder,
@@ -75,9 +77,13 @@ class CallRecorder(torch_private.TorchDispatchMode):
     """The dispatch mode that writes down one block call."""
 
     def __init__(
-        self, before_write: Callable[[Value, torch.Tensor], None], random_state: torch.Tensor
+        self,
+        before_write: Callable[[Value, torch.Tensor], None],
+        random_state: torch.Tensor,
+        scope: Scope,
     ) -> None:
         super().__init__()
+        self._scope = scope
         self._draw_order = DrawOrder(random_state)
         self.book = StorageBook(lambda number: None)
         self.ops: dict[int, RecordedOp] = {}
@@ -140,7 +146,8 @@ class CallRecorder(torch_private.TorchDispatchMode):
         self._draw_order.drew()
         self.paused = paused
 
-    def _key(self, name: str) -> str:
+    def _key(self, operator: str) -> str:
+        name = scoped_name(self._scope.here(), operator)
         self.names.append(name)
         self._seen[name] = self._seen.get(name, -1) + 1
         return f"{name}#{self._seen[name]}"

@@ -1,10 +1,12 @@
 """Turn a selection of options into a plan that a person can read and an engine can apply."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from leanstep.blockgraph import BlockGraph
 from leanstep.effects import Effect
 from leanstep.ir import Decision, Engine, Plan, Profile, Timeline
+from leanstep.planner.explain import Account
 from leanstep.planner.options import Option
 from leanstep.simulator import peak_op, static_bytes, timeline
 from leanstep.units import format_bytes
@@ -16,15 +18,20 @@ def lower(
     picked: Sequence[Option],
     *,
     stuck: Sequence[BlockGraph] = (),
+    droppable: Sequence[frozenset[int]] = (),
     solver: str,
     budget_bytes: int,
     bound_seconds: float,
 ) -> Plan:
     """Make the plan, with the peak that the simulator finds for it.
 
-    `stuck` are the calls that save something and have no option but to be left untouched.
+    `stuck` are the calls that save something and have no option but to be left untouched,
+    `droppable` what each call might drop.
     """
-    line = timeline(profile, effects(views, picked))
+    found = effects(views, picked)
+    line = timeline(profile, found)
+    account = Account(profile, views, found, line)
+    planned, unplanned = account.peaks(droppable)
     extra_seconds = sum(option.seconds for option in picked)
     return Plan(
         solver=solver,
@@ -36,12 +43,14 @@ def lower(
         extra_seconds=extra_seconds,
         bound_seconds=min(bound_seconds, extra_seconds),
         decisions=tuple(
-            _decision(view, option, is_stuck=view in stuck)
-            for view, option in zip(views, picked, strict=True)
+            replace(_decision(view, option, is_stuck=view in stuck), **account.share(place))
+            for place, (view, option) in enumerate(zip(views, picked, strict=True))
         ),
         model=profile.model,
         torch_version=profile.torch_version,
         notes=(_peak_note(profile, line), *_stuck_notes(stuck)),
+        peak=planned,
+        unplanned_peak=unplanned,
     )
 
 

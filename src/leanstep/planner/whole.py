@@ -103,6 +103,7 @@ def plan_in(space: Space, budget_bytes: int, *, solver: str = "auto") -> Plan:
         space.views,
         space.picked(solution.picks),
         stuck=space.stuck,
+        droppable=[call.droppable for call in space.options],
         solver=found_solver.name,
         budget_bytes=budget_bytes,
         bound_seconds=max(solution.bound_seconds, bound_seconds(space, budget_bytes)),
