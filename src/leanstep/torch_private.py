@@ -5,8 +5,7 @@ repair belongs in this file.
 """
 
 import functools
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -127,19 +126,8 @@ def forward_hooks(module: torch.nn.Module) -> list[dict[int, Any]]:
     return [module._forward_pre_hooks, module._forward_hooks]
 
 
-_CALL_CODE = torch.nn.Module._call_impl.__code__
-
-
-def running_modules() -> Iterator[torch.nn.Module]:
-    """The modules being called on this thread, innermost first, read off the interpreter's frames.
-
-    No hook is needed, so nothing about the modules changes; a microsecond or so.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _CALL_CODE:
-            yield frame.f_locals["self"]
-        frame = frame.f_back  # type: ignore[assignment]
+# Every call of a module goes through this function: its frame on the stack holds the module.
+MODULE_CALL_CODE = torch.nn.Module._call_impl.__code__
 
 
 def operator_arguments(operator: Any) -> list[Any]:

@@ -13,9 +13,9 @@ WIDTH = 100
 
 # More than these are summed up in one line.
 _MOST_OPS = 16
-_MOST_HOLDERS = 8
+_MOST_HOLDERS = 2
 
-_HEADINGS = ("", "source", "kept", "dropped", "time", "freed at peak", "at unplanned peak")
+_HEADINGS = ("", "source", "kept", "dropped", "time", "freed at the peak", "at the unplanned peak")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Group:
     why: str
     kept_bytes: int
     dropped_bytes: int
-    extra_seconds: float
+    seconds: float
     peak_freed_bytes: int
     unplanned_peak_freed_bytes: int
     rows: tuple[OpRow, ...]
@@ -52,9 +52,17 @@ class Explanation:
         lines += ["", *self._summary()]
         if self.planned is not None:
             lines += ["", *_peak_lines("the planned peak", self.planned, "untouched")]
-        if self.unplanned is not None:
+        if self.peak_moved and self.unplanned is not None:
             lines += ["", *_peak_lines("the unplanned peak", self.unplanned, "planned")]
-        return "\n".join([*lines, "", *_block_lines(self.groups)])
+        return "\n".join([*lines, "", *self._blocks()])
+
+    @property
+    def peak_moved(self) -> bool:
+        """Whether the planned step has its peak elsewhere than the untouched one."""
+        old, new = self.unplanned, self.planned
+        if old is None or new is None:
+            return False
+        return old.place != new.place or old.live_bytes != new.other_live_bytes
 
     def _summary(self) -> Iterator[str]:
         if self.planned is not None and self.unplanned is not None:
@@ -64,6 +72,17 @@ class Explanation:
         old_seconds, new_seconds = self.step_seconds, self.step_seconds + self.extra_seconds
         change = f" ({format_change(new_seconds / old_seconds - 1)})" if old_seconds else ""
         yield f"step  {format_seconds(old_seconds)} → {format_seconds(new_seconds)}{change}"
+
+    def _blocks(self) -> list[str]:
+        """Equal block calls in one row, their ops below it."""
+        order = [name for member in self.groups for name in member.names]
+        rows: list[tuple[str, ...]] = [_HEADINGS]
+        for member in self.groups:
+            name = f"{names_in_a_row(member.names, order)}: {member.engine.value}"
+            rows.append(_cells(name, "", member))
+            rows += [_cells(f"  {_short(row.name)}", row.source, row) for row in _shown(member)]
+        columns = len(_HEADINGS) if self.peak_moved else len(_HEADINGS) - 1
+        return table([row[:columns] for row in rows], left=(0, 1))
 
 
 def group(decisions: Sequence[Decision]) -> tuple[Group, ...]:
@@ -83,7 +102,7 @@ def _group(members: Sequence[Decision]) -> Group:
         why=members[0].why,
         kept_bytes=sum(d.kept_bytes for d in members),
         dropped_bytes=sum(d.dropped_bytes for d in members),
-        extra_seconds=sum(d.extra_seconds for d in members),
+        seconds=sum(d.extra_seconds for d in members),
         peak_freed_bytes=sum(d.peak_freed_bytes for d in members),
         unplanned_peak_freed_bytes=sum(d.unplanned_peak_freed_bytes for d in members),
         rows=tuple(_sum(twins[0].name, twins[0].source, twins) for twins in rows),
@@ -106,8 +125,8 @@ def _peak_lines(title: str, peak: Peak, other: str) -> Iterator[str]:
     rise = format_bytes(peak.peak_bytes - peak.live_bytes)
     yield f"{title}: {format_bytes(peak.peak_bytes)} at {peak.place}"
     yield (
-        f"  {format_bytes(peak.live_bytes)} live when it starts ({other}: "
-        f"{format_bytes(peak.other_live_bytes)}), {rise} more while it runs"
+        f"  {format_bytes(peak.live_bytes)} is live when it starts ({other}: "
+        f"{format_bytes(peak.other_live_bytes)}), {rise} comes on top while it runs"
     )
     yield from (f"    {line}" for line in table(_holder_rows(peak), left=(0, 2)))
     if peak.advice:
@@ -117,7 +136,7 @@ def _peak_lines(title: str, peak: Peak, other: str) -> Iterator[str]:
 
 
 def _holder_rows(peak: Peak) -> list[tuple[str, str, str]]:
-    """Each category, then who holds most of it; equal holders share a line."""
+    """Each category, and who holds most of it."""
     rows = []
     order = list(dict.fromkeys(holder.owner for holder in peak.holders if holder.owner))
     for category, nbytes in peak.by_category.items():
@@ -138,34 +157,20 @@ def _held_by(holders: Sequence[Holder], order: Sequence[str]) -> str:
         f"{names_in_a_row(owners, order, 2)} {format_bytes(nbytes * len(owners))}"
         for nbytes, owners in shares[:_MOST_HOLDERS]
     ]
-    return "; ".join(parts[:3]) + ("; …" if len(shares) > 3 else "")
-
-
-def _block_lines(groups: Sequence[Group]) -> Iterator[str]:
-    order = [name for member in groups for name in member.names]
-    rows: list[tuple[str, ...]] = [_HEADINGS]
-    for member in groups:
-        name = f"{names_in_a_row(member.names, order)}: {member.engine.value}"
-        total = OpRow(
-            name,
-            "",
-            member.kept_bytes,
-            member.dropped_bytes,
-            member.extra_seconds,
-            member.peak_freed_bytes,
-            member.unplanned_peak_freed_bytes,
-        )
-        rows.append(_cells(total, name))
-        rows += [_cells(row, f"  {_short(row.name)}") for row in _shown(member)]
-    yield from table(rows, left=(0, 1))
+    return "; ".join([*parts, "…"] if len(shares) > _MOST_HOLDERS else parts)
 
 
 def _shown(member: Group) -> Iterator[OpRow]:
     """The ops in their order; where there are many, the small ones in one row."""
     if member.engine is Engine.UNTOUCHED:
         return
-    large = sorted(member.rows, key=lambda row: -(row.kept_bytes + row.dropped_bytes))[:_MOST_OPS]
-    chosen = set(large)
+    nbytes = max(1, member.kept_bytes + member.dropped_bytes)
+    seconds = max(1e-12, member.seconds)
+
+    def weight(row: OpRow) -> float:
+        return (row.kept_bytes + row.dropped_bytes) / nbytes + row.seconds / seconds
+
+    chosen = set(sorted(member.rows, key=weight, reverse=True)[:_MOST_OPS])
     small = [row for row in member.rows if row not in chosen]
     yield from (row for row in member.rows if row in chosen)
     if small:
@@ -177,13 +182,17 @@ def _short(name: str) -> str:
     return name.removesuffix("#0").replace(".default", "")
 
 
-def _cells(row: OpRow, name: str) -> tuple[str, ...]:
-    sizes = (row.kept_bytes, row.dropped_bytes)
-    freed = (row.peak_freed_bytes, row.unplanned_peak_freed_bytes)
+def _cells(name: str, source: str, row: Group | OpRow) -> tuple[str, ...]:
     return (
         name,
-        row.source,
-        *(format_bytes(nbytes) if nbytes else "–" for nbytes in sizes),
+        source,
+        _size(row.kept_bytes),
+        _size(row.dropped_bytes),
         format_seconds(row.seconds) if row.seconds else "–",
-        *(format_bytes(nbytes) if nbytes else "–" for nbytes in freed),
+        _size(row.peak_freed_bytes),
+        _size(row.unplanned_peak_freed_bytes),
     )
+
+
+def _size(nbytes: int) -> str:
+    return format_bytes(nbytes) if nbytes else "–"

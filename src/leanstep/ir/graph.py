@@ -162,13 +162,17 @@ class Graph:
         return self.calls[op.call].path if op.call >= 0 else ""
 
     def keys(self, block: Block) -> Iterator[tuple[int, str]]:
-        """Name each op of a block by module, operator and occurrence: stable from run to run."""
-        seen: dict[str, int] = {}
+        """Name each op of a block by module, operator and occurrence: stable from run to run.
+
+        Ops that allocate are counted apart from those that do not, which name no storage.
+        """
+        seen: dict[tuple[str, bool], int] = {}
         for index in range(block.start, block.stop):
             op = self.ops[index]
             name = scoped_name(relative_path(self.path(op), block.path), op.name)
-            seen[name] = seen.get(name, -1) + 1
-            yield index, f"{name}#{seen[name]}"
+            allocates = any(self.storages[value.storage].birth == index for value in op.writes)
+            seen[name, allocates] = seen.get((name, allocates), -1) + 1
+            yield index, f"{name}#{seen[name, allocates]}"
 
 
 def block_name(path: str, children: tuple[str, ...] = (), occurrence: int = 0) -> str:

@@ -27,4 +27,4 @@ def names_in_a_row(names: Sequence[str], order: Sequence[str], most: int = 3) ->
     if len(stretches) > most:
         stretches[most - 1 : -1] = ["…"]
     text = ", ".join(stretches)
-    return f"{text} ({len(names)} calls)" if len(names) > 1 else text
+    return f"{text} ({len(names)} calls)" if len(names) > 2 else text

@@ -144,7 +144,7 @@ class _Finder:
         if block is not None:
             return block.name
         op = self.graph.ops[index]
-        return self.graph.path(op) or ("the optimizer" if op.phase is Phase.OPTIMIZER else "")
+        return self.graph.path(op) or op.source
 
     def block_of(self, index: int) -> Block | None:
         """The block call that an op of forward lies in, or that one of backward belongs to."""
