@@ -20,6 +20,7 @@ import torch
 import leanstep
 from leanstep import engines, models
 from leanstep.api import profile_step
+from leanstep.blockgraph import BlockGraph
 from leanstep.ir import Engine
 from leanstep.planner import plan as make_plan
 from leanstep.state import untouched
@@ -68,12 +69,19 @@ def floor_bytes(profile):
         return error.floor_bytes
 
 
+def unsaved_value(profile, block):
+    """A value that autograd does not save: the hooks are in place and find nothing to drop."""
+    view = BlockGraph(profile.graph, block)
+    saved = {save.value.storage for save in view.saves}
+    return tuple(view.storage_key(s) for s in view.births if s not in saved)[:1]
+
+
 def make_plans(profile):
     """The plans to compare, and the seconds that the one for 60 % took."""
     whole = make_plan(profile, "100%")
-    # A name that no value has: the hooks are in place and find nothing to drop.
     kept = tuple(
-        dataclasses.replace(d, engine=Engine.REPLAY, drop=("nothing",)) for d in whole.decisions
+        dataclasses.replace(d, engine=Engine.REPLAY, drop=unsaved_value(profile, block))
+        for d, block in zip(whole.decisions, profile.blocks, strict=True)
     )
     floor = floor_bytes(profile)
     target = max(floor, int(0.6 * profile.peak_bytes))

@@ -7,7 +7,8 @@ import torch
 
 from leanstep import engines
 from leanstep.engines.attach import is_attached
-from leanstep.errors import InputError, MeasureError, PlanError
+from leanstep.engines.check import check_model, check_step
+from leanstep.errors import InputError, MeasureError
 from leanstep.estimator import estimated_profile
 from leanstep.imagine import Factory, Ingredients
 from leanstep.ir import Plan, Profile, Verdict
@@ -17,10 +18,11 @@ from leanstep.profiler import measure
 from leanstep.profiler.cache import device_name
 from leanstep.recorder import record
 from leanstep.recorder.blocks import find_blocks
+from leanstep.recorder.identity import identity_of
 from leanstep.recorder.signatures import Signatures
 from leanstep.simulator import simulate, static_bytes
 from leanstep.state import untouched
-from leanstep.step import Loss, TrainingStep, fingerprint, make_step
+from leanstep.step import Loss, TrainingStep, make_step
 from leanstep.truth import median_seconds, peak_rise_bytes, resident_bytes
 from leanstep.verifier import judge, look
 
@@ -98,7 +100,7 @@ def profile_step(step: TrainingStep) -> Profile:
         peak_bytes=0,
         device=device_name(step.device),
         torch_version=torch.__version__,
-        model=fingerprint(step.model),
+        model=identity_of(step.model, step.batch),
         gradients_kept=step.gradients_kept,
         marks=marks,
         notes=tuple(notes),
@@ -121,10 +123,23 @@ def _with_peak(draft: Profile, other_bytes: int, measured_rise: int) -> Profile:
     return dataclasses.replace(whole, peak_bytes=simulate(whole).peak_bytes)
 
 
-def apply(model: torch.nn.Module, plan: Plan) -> engines.Applied:
-    """Let a model train as a plan says; `remove()` of what comes back undoes it."""
+def apply(
+    model: torch.nn.Module, plan: Plan, batch: Any = None, loss: Loss | None = None
+) -> engines.Applied:
+    """Let a model train as a plan says; `remove()` of what comes back undoes it.
+
+    With a batch the step is recorded anew, which leaves no trace, and every value that the plan
+    names must be there. Without one only the model's class and parameters are compared, and each
+    block is checked as it is first called.
+
+    Raises:
+        PlanError: the plan is for another model, batch or version of torch; it names what differs.
+    """
     refuse_fitted(model)
-    refuse_other_model(model, plan)
+    if batch is None:
+        check_model(model, plan)
+    else:
+        check_step(make_step(model, batch, loss, None), plan)
     return engines.apply(model, plan)
 
 
@@ -140,22 +155,13 @@ def verify(
     """Run the untouched and the planned step from the same state and compare every number."""
     step = make_step(model, batch, loss, optimizer, gradients_kept=gradients_kept)
     refuse_fitted(model)
-    refuse_other_model(model, plan)
+    check_step(step, plan)
     before = look(step)
     applied = engines.apply(model, plan)
     try:
         return judge(step, applied, before)
     finally:
         applied.remove()
-
-
-def refuse_other_model(model: torch.nn.Module, plan: Plan) -> None:
-    """Say so when a plan was made for a model of another shape."""
-    if plan.model != fingerprint(model):
-        raise PlanError(
-            f"the plan is for another model: it was made for {plan.model}, "
-            f"this one is {fingerprint(model)}"
-        )
 
 
 def refuse_fitted(model: torch.nn.Module) -> None:

@@ -4,7 +4,7 @@ import functools
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from leanstep.errors import LeanstepError
+from leanstep.errors import PlanError
 from leanstep.ir import Block, Category, Fact, Graph, Op, Phase, Save, Unpack, Value
 from leanstep.rebuild import Program, Rerun, build_program, can_rebuild
 
@@ -53,11 +53,14 @@ class BlockGraph:
     @functools.cached_property
     def own_storages(self) -> frozenset[int]:
         """The storages that were allocated inside the call."""
-        return frozenset(
-            value.storage
-            for index in range(self.block.start, self.block.stop)
-            for value in self.graph.ops[index].writes
-            if self.graph.storages[value.storage].birth == index
+        return frozenset(self.births)
+
+    @functools.cached_property
+    def births(self) -> tuple[int, ...]:
+        """The same in the order of their allocation."""
+        ops = range(self.block.start, self.block.stop)
+        return tuple(
+            s for index in ops for s, _ in births(self.graph.ops[index], self.graph, index)
         )
 
     @functools.cached_property
@@ -143,7 +146,7 @@ class BlockGraph:
         """The storages with these names; one that is missing belongs to another model."""
         named = {key: storage for storage, key in self._storage_keys.items()}
         if missing := sorted(set(keys) - set(named)):
-            raise LeanstepError(f"{self.block.name} has no value {missing[0]}")
+            raise PlanError(f"{self.block.name} makes no value {missing[0]}")
         return frozenset(named[key] for key in keys)
 
     @functools.cached_property

@@ -21,12 +21,16 @@ NUMBERS_BYTES = 128
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """`nbytes` more (or less) are live at the start of every op p with start <= p < stop."""
+    """`nbytes` more (or less) are live at the start of every op p with start <= p < stop.
+
+    They are those of a storage, or (-1) something that the engine holds for itself.
+    """
 
     start: int
     stop: int
     nbytes: int
     category: Category
+    storage: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +200,7 @@ class _ReplayEffect:
         nbytes = self._nbytes(number)
         if start < stop and nbytes:
             category = self.graph.storages[number].category
-            self.shifts.append(Shift(start, stop, sign * nbytes, category))
+            self.shifts.append(Shift(start, stop, sign * nbytes, category, number))
 
 
 def module_effect(view: BlockGraph) -> Effect:
@@ -243,15 +247,16 @@ def _module_shifts(view: BlockGraph, first: int, last: int) -> tuple[Shift, ...]
         if number in view.own_storages:
             if number in view.saved:
                 early, late = storage.natural_death + 1, storage.death + 1
-                shifts.append(Shift(early, late, -storage.nbytes, storage.category))
-            shifts.append(Shift(first, until, storage.nbytes, storage.category))
+                shifts.append(Shift(early, late, -storage.nbytes, storage.category, number))
+            shifts.append(Shift(first, until, storage.nbytes, storage.category, number))
     ends = max(release.values())
     shifts.append(Shift(block.start, ends, GENERATOR_BYTES, Category.GENERATOR))
     shifts.append(Shift(block.start, block.stop, _buffer_bytes(view), Category.TEMPORARY))
     shifts.append(Shift(block.stop, ends, _written_bytes(view), Category.TEMPORARY))
     for number in outside_reads(view):
         storage = graph.storages[number]
-        shifts.append(Shift(storage.death + 1, ends, storage.nbytes, storage.category))
+        held = Shift(storage.death + 1, ends, storage.nbytes, storage.category, number)
+        shifts.append(held)
     return tuple(shift for shift in shifts if shift.start < shift.stop and shift.nbytes)
 
 

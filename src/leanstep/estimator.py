@@ -12,9 +12,9 @@ from leanstep.profiler.devices import find_device
 from leanstep.profiler.roofline import estimate
 from leanstep.recorder import record
 from leanstep.recorder.blocks import find_blocks
+from leanstep.recorder.identity import identity_of
 from leanstep.recorder.signatures import Signatures
 from leanstep.simulator import simulate
-from leanstep.step import fingerprint
 
 
 def estimated_profile(
@@ -27,7 +27,7 @@ def estimated_profile(
         # Optimizer state is made at the first step; it must be there before the recorded one.
         step.first_run()
         graph = with_rises(record(step, signatures, ImaginedMeter()), signatures.specs)
-        model = fingerprint(step.model)
+        model = identity_of(step.model, step.batch)
         # A model that exists has its marks; its stand-in may be a copy, which has none.
         marks = marks_of(source.model if isinstance(source, Ingredients) else step.model)
         blocks = find_blocks(step.model, graph, [path for path, _ in marks])

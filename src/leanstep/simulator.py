@@ -38,17 +38,14 @@ def timeline(profile: Profile, effects: Sequence[Effect]) -> Timeline:
         for replay in effect.replays:
             before.setdefault(replay.position, []).append(replay)
     points: list[Point] = []
-    positions: list[int] = []
     for position in range(len(graph.ops) + 1):
-        here = _points(profile, position, int(levels[position]), before.get(position, ()))
-        points.extend(here)
-        positions.extend([position] * len(here))
+        points.extend(_points(profile, position, int(levels[position]), before.get(position, ())))
     peak = max(range(len(points)), key=lambda index: points[index].peak_bytes)
     extra_seconds = sum(effect.seconds(profile) for effect in effects)
     return Timeline(
         points=tuple(points),
         peak=peak,
-        at_peak=_breakdown(profile, effects, positions[peak], points[peak].peak_bytes),
+        at_peak=_breakdown(profile, effects, points[peak].position, points[peak].peak_bytes),
         seconds=profile.step_seconds + extra_seconds,
         extra_seconds=extra_seconds,
     )
@@ -59,7 +56,7 @@ def _points(profile: Profile, position: int, level: int, replays: Sequence[Repla
     points = [_replay_point(profile, replay, level) for replay in replays]
     if position < len(profile.graph.ops):
         peak = level + profile.graph.ops[position].rise_bytes
-        points.append(Point(position, False, level, peak, profile.seconds(position)))
+        points.append(Point(position, False, level, peak, profile.seconds(position), position))
     return points
 
 
@@ -70,6 +67,7 @@ def _replay_point(profile: Profile, replay: Replay, level: int) -> Point:
         level + replay.live_bytes,
         level + replay.peak_bytes,
         profile.seconds(replay.op),
+        replay.position,
     )
 
 

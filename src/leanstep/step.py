@@ -204,14 +204,6 @@ def _check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer | 
         )
 
 
-def fingerprint(model: torch.nn.Module) -> str:
-    """Name a model by its class and what its parameters look like."""
-    parameters = list(model.parameters())
-    count = sum(parameter.numel() for parameter in parameters)
-    name = type(model).__name__
-    return f"{name}, {len(parameters)} tensors, {count} parameters"
-
-
 def autocast_is_on() -> bool:
     """Whether autocast would change what ops do."""
     return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")

@@ -131,6 +131,10 @@ def forward_hooks(module: torch.nn.Module) -> list[dict[int, Any]]:
     return [module._forward_pre_hooks, module._forward_hooks]
 
 
+# Every call of a module goes through this function: its frame on the stack holds the module.
+MODULE_CALL_CODE = torch.nn.Module._call_impl.__code__
+
+
 def operator_arguments(operator: Any) -> list[Any]:
     """The arguments of an operator's schema, each with its name and what it aliases."""
     arguments: list[Any] = operator._schema.arguments

@@ -14,7 +14,7 @@ from torch import nn  # noqa: E402
 
 from leanstep.blockgraph import BlockGraph  # noqa: E402
 from leanstep.engines.apply import Applied, apply  # noqa: E402
-from leanstep.ir import Cost, Decision, Engine, Plan, Profile  # noqa: E402
+from leanstep.ir import Cost, Decision, Engine, Identity, Plan, Profile  # noqa: E402
 from leanstep.recorder import record  # noqa: E402
 from leanstep.recorder.blocks import find_blocks  # noqa: E402
 from leanstep.recorder.signatures import Signatures  # noqa: E402
@@ -105,7 +105,7 @@ def profile(step: TrainingStep) -> Profile:
         peak_bytes=0,
         device="cpu",
         torch_version=torch.__version__,
-        model="",
+        model=Identity(""),
     )
 
 
@@ -118,7 +118,7 @@ def plan_of(profile: Profile, engine: Engine, pick: Pick) -> Plan:
         decisions.append(
             Decision(block.path, block.occurrence, block.children, engine, drop, 0, 0, 0.0, "")
         )
-    draft = Plan("test", 1 << 40, 0, 0, 0, 1.0, 0.0, 0.0, tuple(decisions), "", "")
+    draft = Plan("test", 1 << 40, 0, 0, 0, 1.0, 0.0, 0.0, tuple(decisions), Identity(""), "")
     return dataclasses.replace(draft, peak_bytes=simulate(profile, draft).peak_bytes)
 
 

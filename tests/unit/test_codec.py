@@ -7,7 +7,19 @@ from pathlib import Path
 import pytest
 
 from leanstep.errors import GraphError, InputError, LeanstepError
-from leanstep.ir import Cost, Decision, Engine, Fact, Plan, Profile, Value, Verdict, codec
+from leanstep.ir import (
+    Cost,
+    Decision,
+    Engine,
+    Fact,
+    Identity,
+    Plan,
+    Profile,
+    TensorLook,
+    Value,
+    Verdict,
+    codec,
+)
 from leanstep.testing import Layer, chain_profile
 
 DECISION = Decision(
@@ -15,7 +27,7 @@ DECISION = Decision(
     occurrence=1,
     children=("0", "2"),
     engine=Engine.REPLAY,
-    drop=("aten.addmm.default#3:0", "aten.gelu.default#0:0"),
+    drop=("attention.query::aten.addmm.default#0:0", "aten.gelu.default#0:0"),
     kept_bytes=12,
     dropped_bytes=2**40,
     extra_seconds=0.1,
@@ -31,7 +43,7 @@ PLAN = Plan(
     extra_seconds=0.1,
     bound_seconds=1e-300,
     decisions=(DECISION, replace(DECISION, engine=Engine.UNTOUCHED, drop=(), children=())),
-    model="Net, 3 tensors, 5 parameters",
+    model=Identity("Net", 5, (TensorLook("0.weight", "2×2 float32"),), evaluating=("0",)),
     torch_version="2.13.0",
     notes=("größer als gedacht",),
 )
@@ -126,7 +138,7 @@ def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
     PLAN.save(path)
     change(path, ["format"], codec.FORMAT_VERSION + 1)
 
-    with pytest.raises(InputError, match="has format 2, this leanstep reads 1: make it anew"):
+    with pytest.raises(InputError, match="has format 3, this leanstep reads 2: make it anew"):
         Plan.load(path)
 
 

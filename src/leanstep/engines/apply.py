@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from leanstep.engines.attach import attach, can_attach, detach, is_attached
 from leanstep.engines.runtime import BlockRuntime, Round, SizeWatch
+from leanstep.engines.scope import ModulePaths, Scope
 from leanstep.errors import InputError, PlanError
 from leanstep.ir import Decision, Engine, Plan
 
@@ -58,12 +60,13 @@ def apply(model: torch.nn.Module, plan: Plan) -> Applied:
         if any(decision.engine is not Engine.UNTOUCHED for decision in decisions):
             _check_block(path, modules, is_stretch=bool(decisions[0].children))
     applied = Applied(model, plan)
+    paths = ModulePaths(model, plan.model.evaluating)
     rounds = Round()
     watch = SizeWatch(plan.peak_bytes, plan.movable_bytes, plan.budget_bytes)
     for path, decisions in by_path.items():
         if all(decision.engine is Engine.UNTOUCHED for decision in decisions):
             continue
-        applied.put(modules[path], _runner(path, decisions, rounds, watch))
+        applied.put(modules[path], _runner(Scope(paths, path), decisions, rounds, watch))
     return applied
 
 
@@ -86,19 +89,19 @@ def _check_block(path: str, modules: dict[str, torch.nn.Module], *, is_stretch: 
 
 
 def _runner(
-    path: str,
+    scope: Scope,
     decisions: list[Decision],
     rounds: Round,
     watch: SizeWatch,
 ) -> Callable[..., Any]:
     if not decisions[0].children:
-        return BlockRuntime(path, decisions, rounds, watch)
+        return BlockRuntime(scope, decisions, rounds, watch)
     stretches: dict[tuple[str, ...], list[Decision]] = {}
     for decision in decisions:
         stretches.setdefault(decision.children, []).append(decision)
     return SequentialRuntime(
         {
-            children: BlockRuntime(f"{path}[{children[0]}:{children[-1]}]", own, rounds, watch)
+            children: BlockRuntime(replace(scope, children=children), own, rounds, watch)
             for children, own in stretches.items()
         }
     )

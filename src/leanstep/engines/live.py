@@ -12,6 +12,7 @@ import torch
 
 from leanstep.engines.context import Context, Handle, Source, unpack
 from leanstep.engines.recording import GENERATOR, CallRecorder, Ref
+from leanstep.engines.scope import Scope
 from leanstep.ir import Value
 from leanstep.rebuild import Program, build_program
 from leanstep.recorder.values import has_storage
@@ -20,13 +21,13 @@ from leanstep.recorder.values import has_storage
 class LiveCall:
     """One call of a block, recorded as it runs."""
 
-    def __init__(self, context: Context, drop: Collection[str]) -> None:
+    def __init__(self, context: Context, drop: Collection[str], scope: Scope) -> None:
         self.context, self.drop = context, drop
         self.saves: list[tuple[Ref, bool]] = []
         self.program: Program | None = None
         state = torch.get_rng_state()
         self.random_state: torch.Tensor | None = state
-        self.recorder = CallRecorder(self._before_write, state)
+        self.recorder = CallRecorder(self._before_write, state, scope)
         self._kept: dict[Value, torch.Tensor] = {}
         self._copies: dict[Value, torch.Tensor] = {}
         self._wanted: dict[Value, int] = {}

@@ -15,7 +15,9 @@ import torch
 from leanstep import torch_private
 from leanstep.blockgraph import NEVER_RERUN, STATISTICS_ARE_OPTIONAL
 from leanstep.engines.randomness import CudaDraw, draw_device
+from leanstep.engines.scope import Scope
 from leanstep.ir import Fact, Value
+from leanstep.ir.graph import scoped_name
 from leanstep.rebuild import Rerun
 from leanstep.recorder.facts import (
     DrawOrder,
@@ -75,9 +77,13 @@ class CallRecorder(torch_private.TorchDispatchMode):
     """The dispatch mode that writes down one block call."""
 
     def __init__(
-        self, before_write: Callable[[Value, torch.Tensor], None], random_state: torch.Tensor
+        self,
+        before_write: Callable[[Value, torch.Tensor], None],
+        random_state: torch.Tensor,
+        scope: Scope,
     ) -> None:
         super().__init__()
+        self._scope = scope
         self._draw_order = DrawOrder(random_state)
         self.book = StorageBook(lambda number: None)
         self.ops: dict[int, RecordedOp] = {}
@@ -104,7 +110,7 @@ class CallRecorder(torch_private.TorchDispatchMode):
         if self.paused:
             return func(*args, **kwargs)
         info = op_info(func)
-        key = self._key(info.name)
+        self.names.append(info.name)
         facts = call_facts(info, args, kwargs)
         reads, written = self._reads(info, args, kwargs)
         templates = self._templates(info, args, kwargs, written)
@@ -116,10 +122,10 @@ class CallRecorder(torch_private.TorchDispatchMode):
             out = func(*args, **kwargs)
         except BaseException:
             # The model may catch it and go on: names shall be those of a recorded step.
-            self._seen[self.names.pop()] -= 1
+            self.names.pop()
             raise
         writes = [self.book.write(number) for number in written]
-        births = self._births(out, key)
+        births = self._births(out, info.name)
         if on_cpu:
             reads.append(Value(GENERATOR, self._draws))
             self._draws += 1
@@ -140,8 +146,9 @@ class CallRecorder(torch_private.TorchDispatchMode):
         self._draw_order.drew()
         self.paused = paused
 
-    def _key(self, name: str) -> str:
-        self.names.append(name)
+    def _key(self, operator: str) -> str:
+        """The name of an op that allocates; as in `Graph.keys`, only those count."""
+        name = scoped_name(self._scope.here(), operator)
         self._seen[name] = self._seen.get(name, -1) + 1
         return f"{name}#{self._seen[name]}"
 
@@ -224,11 +231,13 @@ class CallRecorder(torch_private.TorchDispatchMode):
             tensor.is_neg(),
         )
 
-    def _births(self, out: Any, key: str) -> list[tuple[int, int]]:
+    def _births(self, out: Any, operator: str) -> list[tuple[int, int]]:
         births: list[tuple[int, int]] = []
+        key = ""
         for leaf, tensor in enumerate(tensors_in(out)):
             if has_storage(tensor) and self.book.find(tensor) is None:
                 number = self.book.add(tensor)
+                key = key or self._key(operator)
                 self.keys[number] = f"{key}:{len(births)}"
                 births.append((number, leaf))
         return births

@@ -16,7 +16,10 @@ from leanstep.engines.cached import CachedCall, Template, make_template
 from leanstep.engines.context import Context, ReplayError
 from leanstep.engines.live import LiveCall
 from leanstep.engines.randomness import CudaDraw, cuda_state, other_random_states
+from leanstep.engines.scope import Scope
 from leanstep.engines.validity import UncacheableError, Watch, call_key, same
+from leanstep.errors import PlanError
+from leanstep.torch_private import forward_hooks
 
 # Recordings that must agree before the first call runs by one.
 _AGREEING = 2
@@ -48,8 +51,9 @@ class _Entry:
 class Replayer:
     """Run the calls of one block that follow one decision."""
 
-    def __init__(self, name: str, drop: frozenset[str]) -> None:
-        self.name, self.drop = name, drop
+    def __init__(self, name: str, drop: frozenset[str], scope: Scope) -> None:
+        self.name, self.drop, self.scope = name, drop, scope
+        self._is_checked = False
         self.always_record = False
         self.recorded = 0
         self.reused = 0
@@ -97,7 +101,34 @@ class Replayer:
         learn: Callable[[LiveCall], None],
     ) -> Any:
         self.recorded += 1
-        return LiveCall(context, self.drop).run(forward, args, kwargs, learn)
+        if not self._is_checked and self.scope.is_planned_mode(args[0]):
+            learn = self._checking(learn, args[0])
+        return LiveCall(context, self.drop, self.scope).run(forward, args, kwargs, learn)
+
+    def _checking(
+        self, learn: Callable[[LiveCall], None], module: torch.nn.Module
+    ) -> Callable[[LiveCall], None]:
+        """Look first whether the call makes all that the plan drops of it."""
+        before = other_random_states()
+        # Hooks of the block's own were part of the recorded call, and run outside its forward.
+        has_hooks = any(forward_hooks(module))
+
+        def check(call: LiveCall) -> None:
+            missing = sorted(self.drop.difference(call.recorder.keys.values()))
+            if has_hooks:
+                missing = [key for key in missing if "::" in key]
+            # Where a block takes the path that its data say, a value may be missing by right.
+            varies = call.recorder.depends_on_data or other_random_states() != before
+            if missing and not varies:
+                raise PlanError(
+                    f"the plan drops {missing[0]} of {self.name}, and this call makes no such "
+                    "value: the plan is for another model, batch, autocast setting or version of "
+                    "torch. Nothing was computed wrongly; call remove() and plan anew."
+                )
+            self._is_checked = True
+            learn(call)
+
+        return check
 
     def _learner(
         self,

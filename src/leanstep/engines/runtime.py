@@ -10,6 +10,7 @@ import torch
 from leanstep.engines.context import Context
 from leanstep.engines.module import run_checkpointed
 from leanstep.engines.replay import Replayer
+from leanstep.engines.scope import Scope
 from leanstep.ir import Decision, Engine
 from leanstep.torch_private import in_backward, saving_hooks_work, tree_leaves
 from leanstep.units import format_bytes
@@ -63,11 +64,15 @@ class BlockRuntime:
     """Run the calls of one block as its decisions say."""
 
     def __init__(
-        self, name: str, decisions: Collection[Decision], rounds: Round, watch: SizeWatch
+        self,
+        scope: Scope,
+        decisions: Collection[Decision],
+        rounds: Round,
+        watch: SizeWatch,
     ) -> None:
-        self.name = name
+        self.name = name = scope.name
         self.decisions = sorted(decisions, key=lambda decision: decision.occurrence)
-        self.replays = [Replayer(name, frozenset(d.drop)) for d in self.decisions]
+        self.replays = [Replayer(name, frozenset(d.drop), scope) for d in self.decisions]
         self.rounds, self.watch = rounds, watch
         self._round = -1
         self._calls = 0

@@ -1,5 +1,10 @@
 """The nouns that pass between stages: frozen values of the standard library, saved as JSON."""
 
+from leanstep.ir.decision import Decision as Decision
+from leanstep.ir.decision import Engine as Engine
+from leanstep.ir.decision import OpRow as OpRow
+from leanstep.ir.explanation import Explanation as Explanation
+from leanstep.ir.explanation import Group as Group
 from leanstep.ir.frontier import Frontier as Frontier
 from leanstep.ir.frontier import FrontierPoint as FrontierPoint
 from leanstep.ir.graph import Block as Block
@@ -13,8 +18,10 @@ from leanstep.ir.graph import Save as Save
 from leanstep.ir.graph import Storage as Storage
 from leanstep.ir.graph import Unpack as Unpack
 from leanstep.ir.graph import Value as Value
-from leanstep.ir.plan import Decision as Decision
-from leanstep.ir.plan import Engine as Engine
+from leanstep.ir.identity import Identity as Identity
+from leanstep.ir.identity import TensorLook as TensorLook
+from leanstep.ir.peak import Holder as Holder
+from leanstep.ir.peak import Peak as Peak
 from leanstep.ir.plan import Plan as Plan
 from leanstep.ir.profile import Cost as Cost
 from leanstep.ir.profile import Profile as Profile

@@ -8,8 +8,8 @@ import itertools
 from collections.abc import Sequence
 
 from leanstep.errors import GraphError
+from leanstep.ir.decision import Decision
 from leanstep.ir.graph import Block, Graph
-from leanstep.ir.plan import Decision
 from leanstep.ir.profile import Profile
 
 

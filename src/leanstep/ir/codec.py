@@ -15,7 +15,7 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from leanstep.errors import InputError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 Noun = TypeVar("Noun")
 
@@ -76,13 +76,22 @@ def _reader(kind: Any) -> Any:
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return kind
     if isinstance(kind, type) and issubclass(kind, tuple):
-        return lambda plain: kind(*plain)
+        return _named_tuple_reader(kind)
     if get_origin(kind) is tuple:
         return _tuple_reader(get_args(kind))
     if get_origin(kind) is types.UnionType:
         (inner,) = [_reader(k) for k in get_args(kind) if k is not types.NoneType]
         return lambda plain: None if plain is None else inner(plain)
     return lambda plain: plain
+
+
+def _named_tuple_reader(kind: Any) -> Any:
+    hints = typing.get_type_hints(kind)
+    readers = [_reader(hints[name]) for name in kind._fields]
+    if not any(isinstance(hint, type) and issubclass(hint, enum.Enum) for hint in hints.values()):
+        # Values are such, and a graph has many thousand of them.
+        return lambda plain: kind(*plain)
+    return lambda plain: kind(*(r(item) for r, item in zip(readers, plain, strict=True)))
 
 
 def _tuple_reader(kinds: tuple[Any, ...]) -> Any:

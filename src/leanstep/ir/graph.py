@@ -6,6 +6,7 @@ allocation; a *value* is a storage at a version, so an in-place op makes the nex
 storage. Views write nothing and make no value: whoever reads a view reads its storage.
 """
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -143,10 +144,7 @@ class Block:
     @property
     def name(self) -> str:
         """The path as a person reads it: `layers.3`, `features[0:3]`, `cell (call 2)`."""
-        path = self.path or "the whole model"
-        if self.children:
-            path = f"{self.path}[{self.children[0]}:{self.children[-1]}]"
-        return f"{path} (call {self.occurrence})" if self.occurrence else path
+        return block_name(self.path, self.children, self.occurrence)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +162,34 @@ class Graph:
         return self.calls[op.call].path if op.call >= 0 else ""
 
     def keys(self, block: Block) -> Iterator[tuple[int, str]]:
-        """Name each op of a block by operator and occurrence: stable from run to run."""
-        seen: dict[str, int] = {}
+        """Name each op of a block by module, operator and occurrence: stable from run to run.
+
+        Ops that allocate are counted apart from those that do not, which name no storage.
+        """
+        seen: dict[tuple[str, bool], int] = {}
         for index in range(block.start, block.stop):
-            name = self.ops[index].name
-            seen[name] = seen.get(name, -1) + 1
-            yield index, f"{name}#{seen[name]}"
+            op = self.ops[index]
+            name = scoped_name(relative_path(self.path(op), block.path), op.name)
+            allocates = any(self.storages[value.storage].birth == index for value in op.writes)
+            seen[name, allocates] = seen.get((name, allocates), -1) + 1
+            yield index, f"{name}#{seen[name, allocates]}"
+
+
+def block_name(path: str, children: tuple[str, ...] = (), occurrence: int = 0) -> str:
+    """A block call as a person reads it: `layers.3`, `features[0:3]`, `cell (call 2)`."""
+    name = f"{path}[{children[0]}:{children[-1]}]" if children else path or "the whole model"
+    return f"{name} (call {occurrence})" if occurrence else name
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def relative_path(path: str, block_path: str) -> str:
+    """A module's path seen from a block: `attention.query`, or `/shared.norm` for one outside."""
+    if path == block_path:
+        return ""
+    inside = f"{block_path}." if block_path else ""
+    return path.removeprefix(inside) if path.startswith(inside) else f"/{path}"
+
+
+def scoped_name(path: str, operator: str) -> str:
+    """An operator as called in a module: `attention.query::aten.addmm.default`."""
+    return f"{path}::{operator}" if path else operator

@@ -1,39 +1,15 @@
 """What to change: one decision for each block call."""
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
+from leanstep.errors import PlanError
 from leanstep.ir import codec
-
-
-class Engine(StrEnum):
-    """How a block is run."""
-
-    UNTOUCHED = "untouched"
-    REPLAY = "replay"
-    MODULE = "module"
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """What happens to one block call.
-
-    `drop` names the storages that autograd shall not hold, each by the op that allocated it and
-    its place among that op's new storages (`aten.addmm.default#3:0`). Under `module`
-    everything inside is dropped and `drop` is empty. `why` is for people.
-    """
-
-    path: str
-    occurrence: int
-    children: tuple[str, ...]
-    engine: Engine
-    drop: tuple[str, ...]
-    kept_bytes: int
-    dropped_bytes: int
-    extra_seconds: float
-    why: str
+from leanstep.ir.decision import Decision, Engine
+from leanstep.ir.explanation import Explanation, group
+from leanstep.ir.identity import Identity
+from leanstep.ir.peak import Peak
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +30,11 @@ class Plan:
     extra_seconds: float
     bound_seconds: float
     decisions: tuple[Decision, ...] = field(repr=False)
-    model: str
+    model: Identity
     torch_version: str
     notes: tuple[str, ...] = ()
+    peak: Peak | None = field(default=None, repr=False)
+    unplanned_peak: Peak | None = field(default=None, repr=False)
 
     @property
     def gap(self) -> float:
@@ -69,6 +47,22 @@ class Plan:
         """The decisions that change a block."""
         return tuple(d for d in self.decisions if d.engine is not Engine.UNTOUCHED)
 
+    def explain(self) -> Explanation:
+        """Say op by op what is kept, dropped and paid, and why the peak is where it is.
+
+        Print the result, or read its rows.
+        """
+        return Explanation(
+            model=str(self.model),
+            solver=self.solver,
+            budget_bytes=self.budget_bytes,
+            step_seconds=self.step_seconds,
+            extra_seconds=self.extra_seconds,
+            planned=self.peak,
+            unplanned=self.unplanned_peak,
+            groups=group(self.decisions),
+        )
+
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
         codec.save(self, Path(path))
@@ -76,4 +70,25 @@ class Plan:
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read a plan that `save` wrote."""
-        return codec.load(cls, Path(path))
+        plan = codec.load(cls, Path(path))
+        check_plan(plan)
+        return plan
+
+
+def check_plan(plan: Plan) -> None:
+    """Raise PlanError unless a plan decides once about each call, and names only what it knows."""
+    seen = set()
+    for decision in plan.decisions:
+        place = decision.path, decision.occurrence, decision.children
+        if place in seen:
+            raise PlanError(f"the plan decides twice about {decision.name}")
+        seen.add(place)
+        if decision.drop and decision.engine is not Engine.REPLAY:
+            raise PlanError(
+                f"the plan names values to drop in {decision.name}, which is run by "
+                f"{decision.engine.value}"
+            )
+        ops = {row.name for row in decision.rows if row.dropped_bytes}
+        for key in decision.drop if decision.rows else ():
+            if key.rpartition(":")[0] not in ops:
+                raise PlanError(f"the plan drops {key} in {decision.name} but does not explain it")

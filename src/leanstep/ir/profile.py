@@ -7,6 +7,7 @@ from typing import Self
 from leanstep.ir import codec
 from leanstep.ir.check import check_blocks, check_graph
 from leanstep.ir.graph import Block, Graph
+from leanstep.ir.identity import Identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Profile:
     peak_bytes: int
     device: str
     torch_version: str
-    model: str
+    model: Identity
     slack_bytes: int = 0
     gradients_kept: bool = False
     marks: tuple[tuple[str, str], ...] = ()

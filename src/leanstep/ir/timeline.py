@@ -9,7 +9,8 @@ from leanstep.ir.graph import Category
 class Point:
     """One op of the planned step; `replayed` marks an op that runs a second time.
 
-    `live_bytes` is the level at the op's start, `peak_bytes` the highest level inside it.
+    `live_bytes` is the level at the op's start, `peak_bytes` the highest level inside it. It runs
+    before op `position` of the recorded step, or is that op.
     """
 
     op: int
@@ -17,6 +18,7 @@ class Point:
     live_bytes: int
     peak_bytes: int
     seconds: float
+    position: int
 
 
 @dataclass(frozen=True, slots=True)

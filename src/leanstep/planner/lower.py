@@ -1,9 +1,11 @@
 """Turn a selection of options into a plan that a person can read and an engine can apply."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from leanstep.effects import Effect
 from leanstep.ir import Decision, Engine, Plan, Profile, Timeline
+from leanstep.planner.explain import Account
 from leanstep.planner.options import Option
 from leanstep.planner.segments import Part
 from leanstep.simulator import peak_op, static_bytes, timeline
@@ -14,13 +16,20 @@ def lower(
     profile: Profile,
     picked: Sequence[tuple[Part, Option]],
     *,
+    droppable: Sequence[frozenset[int]] = (),
     notes: Sequence[str] = (),
     solver: str,
     budget_bytes: int,
     bound_seconds: float,
 ) -> Plan:
-    """Make the plan, with the peak that the simulator finds for it."""
-    line = timeline(profile, effects(picked))
+    """Make the plan, with the peak that the simulator finds for it.
+
+    `droppable` is what each call might drop.
+    """
+    found = effects(picked)
+    line = timeline(profile, found)
+    account = Account(profile, [part.view for part, _ in picked], found, line)
+    planned, unplanned = account.peaks(droppable)
     extra_seconds = sum(option.seconds for _, option in picked)
     return Plan(
         solver=solver,
@@ -31,7 +40,10 @@ def lower(
         step_seconds=profile.step_seconds,
         extra_seconds=extra_seconds,
         bound_seconds=min(bound_seconds, extra_seconds),
-        decisions=tuple(_decision(part, option) for part, option in picked),
+        decisions=tuple(
+            replace(_decision(part, option), **account.share(place))
+            for place, (part, option) in enumerate(picked)
+        ),
         model=profile.model,
         torch_version=profile.torch_version,
         notes=(
@@ -40,6 +52,8 @@ def lower(
             *notes,
             *(profile.notes if profile.estimated else ()),
         ),
+        peak=planned,
+        unplanned_peak=unplanned,
     )
 
 

@@ -268,11 +268,11 @@ def _moved(
     to: Frame,
 ) -> CallOptions:
     """The options of a call for another one that is equal."""
-    names = {number: origin.storage_key(number) for number in origin.own_storages}
-    numbers = {view.storage_key(number): number for number in view.own_storages}
+    # By order of birth: equal calls may run in modules of other names.
+    twins = dict(zip(origin.births, view.births, strict=True))
 
     def there(dropped: Collection[int]) -> frozenset[int]:
-        return frozenset(numbers[names[number]] for number in dropped)
+        return frozenset(twins[number] for number in dropped)
 
     def moved(option: Option) -> Option:
         return Option(

@@ -109,9 +109,11 @@ def plan_in(space: Space, budget_bytes: int, *, solver: str | Solver = "auto") -
     solution = found_solver.solve(space.problem, budget_bytes)
     if not solution.is_found:
         raise _budget_error(space, found_solver, budget_bytes)
+    picked = space.picked(solution)
     found = lower(
         space.profile,
-        space.picked(solution),
+        picked,
+        droppable=[part.options.droppable for part, _ in picked],
         notes=space.notes,
         solver=found_solver.name,
         budget_bytes=budget_bytes,

@@ -16,6 +16,7 @@ from leanstep.ir import (
     Cost,
     Fact,
     Graph,
+    Identity,
     ModuleCall,
     Op,
     Phase,
@@ -188,6 +189,6 @@ def profile_of(
         peak_bytes=0,
         device="cpu",
         torch_version="",
-        model=model,
+        model=Identity(model),
     )
     return replace(profile, peak_bytes=simulate(profile).peak_bytes)

@@ -1,0 +1,63 @@
+"""What happens to one block call, op by op."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from leanstep.ir.graph import block_name
+
+
+class Engine(StrEnum):
+    """How a block is run."""
+
+    UNTOUCHED = "untouched"
+    REPLAY = "replay"
+    MODULE = "module"
+
+
+class OpRow(NamedTuple):
+    """One op of a block call: the bytes of it that are kept and dropped, and what comes of it.
+
+    `name` is that of the storages' keys (`attention.query::aten.addmm.default#0`), `seconds` the
+    time it takes to run it again. `peak_freed_bytes` is how much less of its outputs is live where
+    the planned step has its peak, `unplanned_peak_freed_bytes` where the untouched one had it.
+    """
+
+    name: str
+    source: str
+    kept_bytes: int
+    dropped_bytes: int
+    seconds: float
+    peak_freed_bytes: int
+    unplanned_peak_freed_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What happens to one block call.
+
+    `drop` names the storages that autograd shall not hold, each by the op that allocated it (its
+    module inside the block, operator, how often that ran there before) and its place among that
+    op's new storages: `attention.query::aten.addmm.default#0:0`. Under `module` everything inside
+    is dropped and `drop` is empty. `why` is for people. `rows` are the ops that autograd saves from
+    or that run again. The bytes freed are those of `OpRow`, and what the engine holds for itself
+    (random state, inputs that would be gone) counts against them.
+    """
+
+    path: str
+    occurrence: int
+    children: tuple[str, ...]
+    engine: Engine
+    drop: tuple[str, ...]
+    kept_bytes: int
+    dropped_bytes: int
+    extra_seconds: float
+    why: str
+    rows: tuple[OpRow, ...] = field(default=(), repr=False)
+    peak_freed_bytes: int = 0
+    unplanned_peak_freed_bytes: int = 0
+
+    @property
+    def name(self) -> str:
+        """The block call as a person reads it."""
+        return block_name(self.path, self.children, self.occurrence)
