@@ -50,6 +50,7 @@ def fit(
     engine: str = "auto",
     verify: bool = True,
     gradients_kept: bool = False,
+    exact: bool = True,
 ) -> Fit:
     """Make a model train inside a memory budget, with the same numbers.
 
@@ -70,6 +71,8 @@ def fit(
         engine: `"auto"`, `"replay"` or `"module"`.
         verify: compare with the untouched model; costs about twenty steps.
         gradients_kept: plan for gradients alive at the start of the step (accumulation).
+        exact: false also allows cheap replays that were not seen to give the same bits on this
+            device; the verdict then says how far the gradients are from the untouched model's.
     """
     check_budget(budget)
     check_engine(engine)
@@ -78,7 +81,11 @@ def fit(
     refuse_fitted(model)
     recorded = profile_step(step)
     plan = planner.plan(
-        recorded, _budget_bytes(budget, step, recorded), solver=solver, engine=engine
+        recorded,
+        _budget_bytes(budget, step, recorded),
+        solver=solver,
+        engine=engine,
+        exact=exact,
     )
     if not verify:
         return Fit(recorded, plan, None, engines.apply(model, plan))

@@ -33,11 +33,21 @@ class Kept(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rerun:
-    """An op that may run again: its index in the recording, what it reads and writes."""
+    """An op that may run again: its index in the recording, what it reads and writes.
+
+    With `siblings` it is a cheap replay of the op: it writes one of the op's outputs, and reads
+    others of them, the siblings, among its reads.
+    """
 
     index: int
     reads: tuple[Value, ...]
     writes: tuple[Value, ...]
+    siblings: tuple[Value, ...] = ()
+
+    @property
+    def is_recipe(self) -> bool:
+        """Whether a cheap replay runs instead of the op."""
+        return bool(self.siblings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +68,24 @@ class Program:
     known: "_Known" = field(default_factory=lambda: _Known(), compare=False, repr=False)
 
 
-def build_program(ops: Sequence[Rerun], wanted: Mapping[Value, int], available: Kept) -> Program:
-    """Find the ops that rebuild every wanted value from the available ones."""
+def build_program(
+    ops: Sequence[Rerun],
+    wanted: Mapping[Value, int],
+    available: Kept,
+    recipes: Sequence[Rerun] = (),
+) -> Program:
+    """Find the ops that rebuild every wanted value from the available ones.
+
+    A recipe runs instead of its op where its siblings are all available and nothing else of the op
+    is needed.
+    """
     makers = {value: op for op in ops for value in op.writes}
-    chosen: dict[int, Rerun] = {}
-    sources: dict[Value, frozenset[Value]] = {}
-    for value in wanted:
-        needed, sources[value] = _closure(value, makers, available)
-        chosen.update(needed)
-    reruns = {index: chosen[index] for index in sorted(chosen)}
+    cheap = [r for r in recipes if all(sibling in available for sibling in r.siblings)]
+    chosen, sources = _closures(wanted, makers, cheap, available)
+    while both := {index for index, is_recipe in chosen if is_recipe and (index, False) in chosen}:
+        cheap = [recipe for recipe in cheap if recipe.index not in both]
+        chosen, sources = _closures(wanted, makers, cheap, available)
+    reruns = {index: chosen[index, is_recipe] for index, is_recipe in sorted(chosen)}
     all_sources = frozenset[Value]().union(*sources.values())
     return Program(
         reruns=reruns,
@@ -79,11 +98,32 @@ def build_program(ops: Sequence[Rerun], wanted: Mapping[Value, int], available: 
     )
 
 
+# Ops and recipes that rebuild something, by index and whether it is the recipe.
+_Chosen = dict[tuple[int, bool], Rerun]
+
+
+def _closures(
+    wanted: Iterable[Value],
+    makers: Mapping[Value, Rerun],
+    cheap: Sequence[Rerun],
+    available: Kept,
+) -> tuple[_Chosen, dict[Value, frozenset[Value]]]:
+    """What rebuilds all wanted values, and what each of them starts from."""
+    if cheap:
+        makers = {**makers, **{recipe.writes[0]: recipe for recipe in cheap}}
+    chosen: _Chosen = {}
+    sources: dict[Value, frozenset[Value]] = {}
+    for value in wanted:
+        needed, sources[value] = _closure(value, makers, available)
+        chosen.update(needed)
+    return chosen, sources
+
+
 def _closure(
     value: Value, makers: Mapping[Value, Rerun], available: Kept
-) -> tuple[dict[int, Rerun], frozenset[Value]]:
+) -> tuple[_Chosen, frozenset[Value]]:
     """The ops that rebuild one value, and the available values they start from."""
-    chosen: dict[int, Rerun] = {}
+    chosen: _Chosen = {}
     sources: set[Value] = set()
     pending = [value]
     while pending:
@@ -94,8 +134,8 @@ def _closure(
         op = makers.get(wanted)
         if op is None:
             raise UnreachableError(f"storage {wanted.storage}, version {wanted.version}, is gone")
-        if op.index not in chosen:
-            chosen[op.index] = op
+        if (op.index, op.is_recipe) not in chosen:
+            chosen[op.index, op.is_recipe] = op
             pending.extend(op.reads)
     return chosen, frozenset(sources)
 

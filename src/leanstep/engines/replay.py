@@ -48,8 +48,10 @@ class _Entry:
 class Replayer:
     """Run the calls of one block that follow one decision."""
 
-    def __init__(self, name: str, drop: frozenset[str]) -> None:
-        self.name, self.drop = name, drop
+    def __init__(
+        self, name: str, drop: frozenset[str], recipes: frozenset[str] = frozenset()
+    ) -> None:
+        self.name, self.drop, self.recipes = name, drop, recipes
         self.always_record = False
         self.recorded = 0
         self.reused = 0
@@ -97,7 +99,7 @@ class Replayer:
         learn: Callable[[LiveCall], None],
     ) -> Any:
         self.recorded += 1
-        return LiveCall(context, self.drop).run(forward, args, kwargs, learn)
+        return LiveCall(context, self.drop, self.recipes).run(forward, args, kwargs, learn)
 
     def _learner(
         self,

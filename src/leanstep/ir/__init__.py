@@ -16,6 +16,7 @@ from leanstep.ir.plan import Engine as Engine
 from leanstep.ir.plan import Plan as Plan
 from leanstep.ir.profile import Cost as Cost
 from leanstep.ir.profile import Profile as Profile
+from leanstep.ir.profile import RecipeCost as RecipeCost
 from leanstep.ir.timeline import Point as Point
 from leanstep.ir.timeline import Timeline as Timeline
 from leanstep.ir.verdict import Verdict as Verdict

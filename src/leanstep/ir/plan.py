@@ -22,7 +22,8 @@ class Decision:
 
     `drop` names the storages that autograd shall not hold, each by the op that allocated it and
     its place among that op's new storages (`aten.addmm.default#3:0`). Under `module`
-    everything inside is dropped and `drop` is empty. `why` is for people.
+    everything inside is dropped and `drop` is empty. `recipes` names, in the same way, what comes
+    back by a cheap replay instead of its op. `why` is for people.
     """
 
     path: str
@@ -34,6 +35,7 @@ class Decision:
     dropped_bytes: int
     extra_seconds: float
     why: str
+    recipes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,8 @@ class Plan:
 
     `bound_seconds` is a proved lower bound on the extra seconds of any plan in the same space,
     and `gap = (extra_seconds - bound_seconds) / max(bound_seconds, 1 % of the unplanned step)`.
-    `movable_bytes` is the part of the peak that grows with the batch.
+    `movable_bytes` is the part of the peak that grows with the batch. `exact` is false where the
+    user allowed cheap replays whose bits are not the op's own.
     """
 
     solver: str
@@ -57,6 +60,7 @@ class Plan:
     model: str
     torch_version: str
     notes: tuple[str, ...] = ()
+    exact: bool = True
 
     @property
     def gap(self) -> float:

@@ -10,6 +10,7 @@ from leanstep.planner.lower import effects, lower
 from leanstep.planner.options import CallOptions, Option, check_engine, find_options
 from leanstep.planner.overrides import Rule, parse_rules
 from leanstep.planner.problem import build_problem
+from leanstep.recipes import usable_recipes
 from leanstep.simulator import peak_op, timeline
 from leanstep.solvers.base import PICOSECONDS, Choice, Problem, Solution
 from leanstep.solvers.chain import chain_of
@@ -28,6 +29,7 @@ class Space:
     views: tuple[BlockGraph, ...]
     options: tuple[CallOptions, ...]
     problem: Problem
+    exact: bool = True
 
     def picked(self, picks: Sequence[Choice]) -> list[Option]:
         """The options that some choices stand for."""
@@ -56,6 +58,7 @@ def plan(
     solver: str = "auto",
     engine: str = "auto",
     overrides: Mapping[str, str] | None = None,
+    exact: bool = True,
 ) -> Plan:
     """Decide what each block call drops, so that the step fits the budget in the least time.
 
@@ -67,6 +70,7 @@ def plan(
             it can.
         overrides: what to keep or recompute in any case, by module or by op in a module:
             `{"encoder.*.attention": "recompute", "*::aten.mm": "keep"}`. Later ones win.
+        exact: false also allows cheap replays that were not seen to give the same bits.
 
     Raises:
         BudgetError: no plan fits; it names the least peak that can be asked for.
@@ -74,21 +78,30 @@ def plan(
     """
     find_solver(solver)
     budget_bytes = parse_budget(budget, unplanned_peak_bytes=profile.peak_bytes)
-    return plan_in(prepare(profile, engine, overrides), budget_bytes, solver=solver)
+    space = prepare(profile, engine, overrides, exact=exact)
+    return plan_in(space, budget_bytes, solver=solver)
 
 
 def prepare(
-    profile: Profile, engine: str = "auto", overrides: Mapping[str, str] | None = None
+    profile: Profile,
+    engine: str = "auto",
+    overrides: Mapping[str, str] | None = None,
+    *,
+    exact: bool = True,
 ) -> Space:
     """Find every option of every block call; `plan_in` then answers budgets quickly."""
     check_engine(engine)
-    return _prepared(profile, engine, parse_rules(profile, overrides))
+    return _prepared(profile, engine, parse_rules(profile, overrides), exact=exact)
 
 
-def _prepared(profile: Profile, engine: str, rules: tuple[Rule, ...]) -> Space:
-    views = tuple(BlockGraph(profile.graph, block) for block in profile.blocks)
+def _prepared(profile: Profile, engine: str, rules: tuple[Rule, ...], *, exact: bool) -> Space:
+    views = tuple(
+        BlockGraph(profile.graph, block, usable_recipes(profile, block, exact=exact))
+        for block in profile.blocks
+    )
     options = find_options(profile, views, engine, rules)
-    return Space(profile, engine, rules, views, options, build_problem(profile, views, options))
+    problem = build_problem(profile, views, options)
+    return Space(profile, engine, rules, views, options, problem, exact)
 
 
 def plan_in(space: Space, budget_bytes: int, *, solver: str = "auto") -> Plan:
@@ -106,6 +119,7 @@ def plan_in(space: Space, budget_bytes: int, *, solver: str = "auto") -> Plan:
         solver=found_solver.name,
         budget_bytes=budget_bytes,
         bound_seconds=max(solution.bound_seconds, bound_seconds(space, budget_bytes)),
+        exact=space.exact,
     )
     promised = space.problem.peak_bytes(solution.picks)
     assert found.peak_bytes == promised <= budget_bytes, "problem and simulator must agree"
@@ -145,5 +159,5 @@ def _to_blame(space: Space, budget_bytes: int, solver: str) -> tuple[str, ...]:
 
 def _fits_without(space: Space, rules: Sequence[Rule], budget_bytes: int, solver: str) -> bool:
     left = tuple(rule for rule in space.rules if rule not in rules)
-    freer = _prepared(space.profile, space.engine, left)
+    freer = _prepared(space.profile, space.engine, left, exact=space.exact)
     return find_solver(solver).solve(freer.problem, budget_bytes).is_found
