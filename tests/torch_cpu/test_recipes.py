@@ -1,0 +1,347 @@
+"""Cheap replays on the CPU: tried when profiling, run by the engine, with the same bits."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import leanstep
+from leanstep import recipes as table
+from leanstep.blockgraph import BlockGraph
+from leanstep.engines.apply import apply
+from leanstep.ir import Cost, Decision, Engine, Plan, Profile, RecipeCost
+from leanstep.profiler.recipes import dry_run, with_recipes
+from leanstep.recipes import Recipe, usable_recipes
+from leanstep.recorder import recipes as calls
+from leanstep.recorder import record
+from leanstep.recorder.blocks import find_blocks
+from leanstep.recorder.recipes import RecipeCall
+from leanstep.recorder.signatures import Signatures
+from leanstep.simulator import simulate
+from leanstep.state import untouched
+from leanstep.step import TrainingStep
+from leanstep.torch_private import TorchDispatchMode
+from leanstep.truth import peak_rise_bytes, resident_bytes
+
+CPU = torch.device("cpu")
+DROPOUT = "aten.native_dropout.default"
+REBUILT = "aten.native_dropout_backward.default"
+
+
+def dropout(x, rate: float = 0.3):
+    return torch.native_dropout(x, rate, True)[0]
+
+
+def residual(s, x):
+    return s.norm(x + dropout(s.b(F.gelu(s.a(x)))))
+
+
+def saved_output(s, x):
+    return s.b(dropout(F.gelu(s.a(x))))
+
+
+def two_draws(s, x):
+    return s.b(dropout(s.a(x).sigmoid(), 0.2)) * dropout(x, 0.5)
+
+
+def in_place_after(s, x):
+    h = dropout(s.a(x))
+    h.add_(1).mul_(2)
+    return s.b(h.sigmoid()) * h
+
+
+def input_overwritten(s, x):
+    h = s.a(x)
+    dropped = dropout(h)
+    return s.b(dropped * h.mul_(2.0).sigmoid())
+
+
+def autocast(s, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        h = s.a(x)
+    return s.b(dropout(h.float()).tanh())
+
+
+BODIES = [residual, saved_output, two_draws, in_place_after, input_overwritten, autocast]
+
+
+class Counter(TorchDispatchMode):
+    """Count the ops that run, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[str(func)] = self.counts.get(str(func), 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def profile_of(case) -> Profile:
+    """A profile with recipes as the device has them, and times that make them worth it."""
+    signatures = Signatures()
+    model = case.fresh()
+    step = TrainingStep(model, case.batch, case.loss, torch.optim.SGD(model.parameters(), lr=0.05))
+    with untouched(step):
+        step.run()
+        graph = record(step, signatures)
+    costs = [Cost(str(spec.func), 1.0) for spec in signatures.specs]
+    return Profile(
+        graph=graph,
+        blocks=find_blocks(model, graph),
+        costs=tuple(with_recipes(costs, signatures.specs, CPU)),
+        step_seconds=1.0,
+        other_bytes=0,
+        peak_bytes=0,
+        device="cpu",
+        torch_version=torch.__version__,
+        model="",
+    )
+
+
+def is_mask(view: BlockGraph, storage: int) -> bool:
+    return view.storage_key(storage).startswith(DROPOUT) and view.storage_key(storage)[-1] == "1"
+
+
+def plan_of(profile: Profile, *, keep_masks: bool = True) -> Plan:
+    """Drop all that can be dropped, or all but the masks."""
+    decisions = []
+    for block in profile.blocks:
+        view = BlockGraph(profile.graph, block, usable_recipes(profile, block, exact=True))
+        dropped = [s for s in view.candidates if not (keep_masks and is_mask(view, s))]
+        cheap = [op for op in view.program(dropped).reruns.values() if op.is_recipe]
+        decisions.append(
+            Decision(
+                block.path,
+                block.occurrence,
+                block.children,
+                Engine.REPLAY,
+                tuple(view.storage_key(s) for s in dropped),
+                *(0, 0, 0.0, ""),
+                recipes=tuple(view.storage_key(op.writes[0].storage) for op in cheap),
+            )
+        )
+    draft = Plan("test", 1 << 40, 0, 0, 0, 1.0, 0.0, 0.0, tuple(decisions), "", "")
+    return dataclasses.replace(draft, peak_bytes=simulate(profile, draft).peak_bytes)
+
+
+def differences(case, plan: Plan, steps: int) -> list[str]:
+    expected = case.train(case.fresh(), steps)
+    model = case.fresh()
+    applied = apply(model, plan)
+    got = case.train(model, steps)
+    applied.remove()
+    return [
+        f"step {step}: {name}"
+        for step, (old, new) in enumerate(zip(expected, got, strict=True))
+        for name in old
+        if old[name] != new.get(name)
+    ]
+
+
+def replayed_ops(case, plan: Plan, *, warm_steps: int) -> dict[str, int]:
+    """What runs in the backward pass of a planned step, less what runs in the untouched one."""
+    counted = []
+    for planned in (False, True):
+        model = case.fresh()
+        applied = apply(model, plan) if planned else None
+        case.train(model, warm_steps)
+        loss = case.loss(model, case.batch)
+        with Counter() as counter:
+            loss.backward()
+        counted.append(counter.counts)
+        if applied is not None:
+            applied.remove()
+    untouched_counts, planned_counts = counted
+    return {
+        name: count - untouched_counts.get(name, 0)
+        for name, count in planned_counts.items()
+        if count > untouched_counts.get(name, 0)
+    }
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("keep_masks", [True, False])
+def test_dropout_rebuilt_from_its_mask_has_the_bits_of_the_untouched_model(
+    lab, body, keep_masks: bool
+) -> None:
+    case = lab.Case(lambda: lab.stack_of(body))
+    plan = plan_of(profile_of(case), keep_masks=keep_masks)
+
+    assert any(decision.recipes for decision in plan.decisions) is keep_masks
+    assert differences(case, plan, steps=7) == []
+
+
+@pytest.mark.parametrize("warm_steps", [0, 3], ids=["recorded", "by a recording"])
+def test_recipe_runs_instead_of_the_op(lab, warm_steps: int) -> None:
+    case = lab.Case(lambda: lab.stack_of(residual))
+    profile = profile_of(case)
+
+    cheap = replayed_ops(case, plan_of(profile), warm_steps=warm_steps)
+    full = replayed_ops(case, plan_of(profile, keep_masks=False), warm_steps=warm_steps)
+
+    assert cheap[REBUILT] == 2 and DROPOUT not in cheap
+    assert full[DROPOUT] == 2 and REBUILT not in full
+
+
+@pytest.mark.parametrize("keep_masks", [True, False])
+def test_predicted_peak_is_the_measured_one_or_just_above(lab, keep_masks: bool) -> None:
+    case = lab.Case(lambda: lab.stack_of(residual), batch=torch.randn(1024, lab.WIDTH))
+    profile = profile_of(case)
+    plan = plan_of(profile, keep_masks=keep_masks)
+    model = case.fresh()
+    applied = apply(model, plan)
+    step = TrainingStep(model, case.batch, case.loss, torch.optim.SGD(model.parameters(), lr=0.05))
+
+    step.run()
+    measured = peak_rise_bytes(step.run, CPU) + resident_bytes(step)
+    applied.remove()
+
+    assert measured <= plan.peak_bytes <= 1.01 * measured
+
+
+def spec_of(func, *args):
+    signatures = Signatures()
+    signatures.add(func, args, {})
+    return signatures.specs[0]
+
+
+def dropout_spec(x, rate: float = 0.1, train: bool | None = True):
+    return spec_of(torch.ops.aten.native_dropout.default, x, rate, train)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [torch.empty(64, 96), torch.empty(96, 64).t(), torch.empty(4, 3, 5, 7, dtype=torch.float64)],
+    ids=["float32", "transposed", "float64"],
+)
+@pytest.mark.parametrize("rate", [0.0, 0.1, 0.37])
+def test_dry_run_finds_dropout_exact(x, rate: float) -> None:
+    found = dry_run(dropout_spec(x, rate), CPU)
+
+    assert found is not None and found.exact and found.seconds > 0
+
+
+def test_dry_run_leaves_the_generator_alone() -> None:
+    before = torch.get_rng_state()
+
+    dry_run(dropout_spec(torch.empty(64, 96)), CPU)
+
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_dry_run_sees_other_bits() -> None:
+    # On the CPU, forward and backward of dropout round half precision in another order.
+    found = dry_run(dropout_spec(torch.empty(64, 96, dtype=torch.bfloat16)), CPU)
+
+    assert found is not None and not found.exact
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        dropout_spec(torch.empty(8, 8), train=False),
+        dropout_spec(torch.empty(8, 8), rate=1.0),
+        dropout_spec(torch.empty(1, 8).expand(4, 8)),
+        spec_of(
+            torch.ops.aten.native_batch_norm.default,
+            *(torch.empty(2, 3, 4, 4), None, None, None, None, True, 0.1, 1e-5),
+        ),
+        spec_of(torch.ops.aten.add.Tensor, torch.empty(3), torch.empty(3)),
+    ],
+    ids=["evaluation", "rate 1", "expanded", "batch norm on the CPU", "no recipe"],
+)
+def test_dry_run_finds_nothing_where_the_recipe_does_not_hold(spec) -> None:
+    assert dry_run(spec, CPU) is None
+
+
+class Half(nn.Module):
+    """A block whose dropout works in bfloat16, where its recipe is inexact on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        h = dropout(self.a(x).bfloat16())
+        return x + self.b(h.tanh().float() * h.float())
+
+
+def half_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Half() for _ in range(4)))
+
+
+def test_fit_refuses_inexact_recipes_unless_they_are_allowed(monkeypatch) -> None:
+    monkeypatch.setattr("leanstep.api.with_recipes", _fast_recipes)
+    batch = torch.randn(2048, 64)
+
+    def loss(model, batch):
+        return model(batch).pow(2).mean()
+
+    exact = leanstep.fit(half_model(), batch, loss, budget="60%")
+    allowed = leanstep.fit(half_model(), batch, loss, budget="60%", exact=False)
+
+    assert not any(decision.recipes for decision in exact.plan.decisions)
+    assert exact.verdict.exact and not exact.verdict.inexact_allowed
+    assert any(decision.recipes for decision in allowed.plan.decisions)
+    assert allowed.verdict.inexact_allowed and not allowed.verdict.gradients_equal
+    assert 0 < allowed.verdict.largest_difference < 0.05
+    assert "inexact recipes were allowed" in str(allowed)
+    assert "rebuilt with other bits" in str(allowed)
+    assert "bit-equal to the untouched model" in str(exact)
+
+
+def _fast_recipes(costs, specs, device):
+    """Recipes as the device has them, in no time: ops this small are all noise."""
+    found = with_recipes(costs, specs, device)
+    return [
+        dataclasses.replace(cost, recipe=dataclasses.replace(cost.recipe, seconds=0.0))
+        if cost.recipe
+        else cost
+        for cost in found
+    ]
+
+
+def sloppy_layer_norm(named, outputs) -> RecipeCall:
+    """A recipe for tests: about the layer norm, from its mean and inverse deviation."""
+
+    def rebuild(x, mean, rstd, weight, bias):
+        return ((x - mean) * rstd * weight + bias) * (1 + 1e-3)
+
+    given = (named["input"], outputs[1], outputs[2], named["weight"], named["bias"])
+    return RecipeCall(rebuild, given)
+
+
+def test_recipe_that_is_far_off_is_called_out(lab, monkeypatch) -> None:
+    name = "aten.native_layer_norm.default"
+    monkeypatch.setitem(table.RECIPES, name, Recipe(output=0, siblings=(1, 2)))
+    monkeypatch.setitem(calls.BUILDERS, name, sloppy_layer_norm)
+    monkeypatch.setattr("leanstep.api.with_recipes", _fast_recipes)
+
+    def body(s, x):
+        return s.b(F.gelu(s.a(s.norm(x)))) + s.norm(x)
+
+    def model():
+        torch.manual_seed(0)
+        return lab.stack_of(body, count=3)
+
+    batch = torch.randn(1024, lab.WIDTH)
+    exact = leanstep.fit(model(), batch, lab.mean_square, budget="60%")
+    allowed = leanstep.fit(model(), batch, lab.mean_square, budget="60%", exact=False)
+
+    assert exact.verdict.exact
+    assert any(decision.recipes for decision in allowed.plan.decisions)
+    assert allowed.verdict.beyond_tolerance
+    assert "FURTHER OFF THAN ROUNDING" in str(allowed)
+
+
+def test_profile_of_a_model_with_dropout_has_a_recipe(lab) -> None:
+    model = lab.stack_of(residual)
+
+    found = leanstep.profile(model, torch.randn(512, lab.WIDTH), lab.mean_square)
+
+    (cost,) = [cost for cost in found.costs if cost.signature == DROPOUT]
+    assert isinstance(cost.recipe, RecipeCost) and cost.recipe.exact
