@@ -12,7 +12,7 @@ from leanstep import recipes as table
 from leanstep.blockgraph import BlockGraph
 from leanstep.engines.apply import apply
 from leanstep.ir import Cost, Decision, Engine, Plan, Profile, RecipeCost
-from leanstep.profiler.recipes import dry_run, with_recipes
+from leanstep.profiler.recipes import dry_run, estimated, with_recipes
 from leanstep.recipes import Recipe, usable_recipes
 from leanstep.recorder import recipes as calls
 from leanstep.recorder import record
@@ -232,9 +232,10 @@ def test_dry_run_leaves_the_generator_alone() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_dry_run_sees_other_bits() -> None:
-    # On the CPU, forward and backward of dropout round half precision in another order.
-    found = dry_run(dropout_spec(torch.empty(64, 96, dtype=torch.bfloat16)), CPU)
+@pytest.mark.parametrize("shape", [(64, 96), (2,)])
+def test_dry_run_sees_other_bits(shape: tuple[int, ...]) -> None:
+    # On the CPU, forward and backward of dropout round the scale of half precision differently.
+    found = dry_run(dropout_spec(torch.empty(shape, dtype=torch.bfloat16)), CPU)
 
     assert found is not None and not found.exact
 
@@ -255,6 +256,24 @@ def test_dry_run_sees_other_bits() -> None:
 )
 def test_dry_run_finds_nothing_where_the_recipe_does_not_hold(spec) -> None:
     assert dry_run(spec, CPU) is None
+
+
+def on_cuda(spec):
+    """The same call for a GPU that is not there."""
+    args = (dataclasses.replace(a, device="cuda") if hasattr(a, "device") else a for a in spec.args)
+    return dataclasses.replace(spec, args=tuple(args))
+
+
+def test_without_a_device_the_table_says_what_is_exact() -> None:
+    arguments = (torch.empty(2, 3, 4, 4), torch.empty(3), None, None, None, True, 0.1, 1e-5)
+    native = spec_of(torch.ops.aten.native_batch_norm.default, *arguments)
+    cudnn = spec_of(torch.ops.aten.cudnn_batch_norm.default, *arguments)
+
+    assert estimated(dropout_spec(torch.empty(8, 8)), 3.0) == RecipeCost(3.0, exact=True)
+    assert estimated(on_cuda(native), 3.0) == RecipeCost(2.0, exact=True)
+    assert estimated(on_cuda(cudnn), 3.0) == RecipeCost(2.0, exact=False)
+    assert estimated(native, 3.0) is None
+    assert estimated(dropout_spec(torch.empty(8, 8), train=False), 3.0) is None
 
 
 class Half(nn.Module):
@@ -307,12 +326,12 @@ def _fast_recipes(costs, specs, device):
 
 def sloppy_layer_norm(named, outputs) -> RecipeCall:
     """A recipe for tests: about the layer norm, from its mean and inverse deviation."""
-
-    def rebuild(x, mean, rstd, weight, bias):
-        return ((x - mean) * rstd * weight + bias) * (1 + 1e-3)
-
     given = (named["input"], outputs[1], outputs[2], named["weight"], named["bias"])
-    return RecipeCall(rebuild, given)
+    return RecipeCall(about_normal, given)
+
+
+def about_normal(x, mean, rstd, weight, bias):
+    return ((x - mean) * rstd * weight + bias) * (1 + 1e-3)
 
 
 def test_recipe_that_is_far_off_is_called_out(lab, monkeypatch) -> None:
