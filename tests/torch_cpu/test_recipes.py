@@ -1,6 +1,8 @@
 """Cheap replays on the CPU: tried when profiling, run by the engine, with the same bits."""
 
 import dataclasses
+import random
+from collections import Counter
 
 import pytest
 import torch
@@ -10,8 +12,10 @@ from torch import nn
 import leanstep
 from leanstep import recipes as table
 from leanstep.blockgraph import BlockGraph
+from leanstep.effects import replay_effect
 from leanstep.engines.apply import apply
 from leanstep.ir import Cost, Decision, Engine, Plan, Profile, RecipeCost
+from leanstep.planner.cut import find_projects
 from leanstep.profiler.recipes import dry_run, estimated, with_recipes
 from leanstep.recipes import Recipe, usable_recipes
 from leanstep.recorder import recipes as calls
@@ -19,7 +23,7 @@ from leanstep.recorder import record
 from leanstep.recorder.blocks import find_blocks
 from leanstep.recorder.recipes import RecipeCall
 from leanstep.recorder.signatures import Signatures
-from leanstep.simulator import simulate
+from leanstep.simulator import plan_effects, simulate
 from leanstep.state import untouched
 from leanstep.step import TrainingStep
 from leanstep.torch_private import TorchDispatchMode
@@ -67,7 +71,7 @@ def autocast(s, x):
 BODIES = [residual, saved_output, two_draws, in_place_after, input_overwritten, autocast]
 
 
-class Counter(TorchDispatchMode):
+class OpCounter(TorchDispatchMode):
     """Count the ops that run, by name."""
 
     def __init__(self) -> None:
@@ -105,12 +109,31 @@ def is_mask(view: BlockGraph, storage: int) -> bool:
     return view.storage_key(storage).startswith(DROPOUT) and view.storage_key(storage)[-1] == "1"
 
 
-def plan_of(profile: Profile, *, keep_masks: bool = True) -> Plan:
-    """Drop all that can be dropped, or all but the masks."""
+def views_of(profile: Profile) -> list[BlockGraph]:
+    return [
+        BlockGraph(profile.graph, block, usable_recipes(profile, block, exact=True))
+        for block in profile.blocks
+    ]
+
+
+def all_but_masks(view: BlockGraph) -> list[int]:
+    return [storage for storage in view.candidates if not is_mask(view, storage)]
+
+
+def everything(view: BlockGraph) -> list[int]:
+    return list(view.candidates)
+
+
+def some(seed: int):
+    chance = random.Random(seed)
+    return lambda view: [storage for storage in view.candidates if chance.random() < 0.5]
+
+
+def plan_of(profile: Profile, pick=all_but_masks) -> Plan:
+    """Drop what is picked of each block, with every recipe that then applies."""
     decisions = []
-    for block in profile.blocks:
-        view = BlockGraph(profile.graph, block, usable_recipes(profile, block, exact=True))
-        dropped = [s for s in view.candidates if not (keep_masks and is_mask(view, s))]
+    for view in views_of(profile):
+        block, dropped = view.block, pick(view)
         cheap = [op for op in view.program(dropped).reruns.values() if op.is_recipe]
         decisions.append(
             Decision(
@@ -149,7 +172,7 @@ def replayed_ops(case, plan: Plan, *, warm_steps: int) -> dict[str, int]:
         applied = apply(model, plan) if planned else None
         case.train(model, warm_steps)
         loss = case.loss(model, case.batch)
-        with Counter() as counter:
+        with OpCounter() as counter:
             loss.backward()
         counted.append(counter.counts)
         if applied is not None:
@@ -168,7 +191,7 @@ def test_dropout_rebuilt_from_its_mask_has_the_bits_of_the_untouched_model(
     lab, body, keep_masks: bool
 ) -> None:
     case = lab.Case(lambda: lab.stack_of(body))
-    plan = plan_of(profile_of(case), keep_masks=keep_masks)
+    plan = plan_of(profile_of(case), all_but_masks if keep_masks else everything)
 
     assert any(decision.recipes for decision in plan.decisions) is keep_masks
     assert differences(case, plan, steps=7) == []
@@ -180,7 +203,7 @@ def test_recipe_runs_instead_of_the_op(lab, warm_steps: int) -> None:
     profile = profile_of(case)
 
     cheap = replayed_ops(case, plan_of(profile), warm_steps=warm_steps)
-    full = replayed_ops(case, plan_of(profile, keep_masks=False), warm_steps=warm_steps)
+    full = replayed_ops(case, plan_of(profile, everything), warm_steps=warm_steps)
 
     assert cheap[REBUILT] == 2 and DROPOUT not in cheap
     assert full[DROPOUT] == 2 and REBUILT not in full
@@ -190,7 +213,7 @@ def test_recipe_runs_instead_of_the_op(lab, warm_steps: int) -> None:
 def test_predicted_peak_is_the_measured_one_or_just_above(lab, keep_masks: bool) -> None:
     case = lab.Case(lambda: lab.stack_of(residual), batch=torch.randn(1024, lab.WIDTH))
     profile = profile_of(case)
-    plan = plan_of(profile, keep_masks=keep_masks)
+    plan = plan_of(profile, all_but_masks if keep_masks else everything)
     model = case.fresh()
     applied = apply(model, plan)
     step = TrainingStep(model, case.batch, case.loss, torch.optim.SGD(model.parameters(), lr=0.05))
@@ -200,6 +223,38 @@ def test_predicted_peak_is_the_measured_one_or_just_above(lab, keep_masks: bool)
     applied.remove()
 
     assert measured <= plan.peak_bytes <= 1.01 * measured
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_what_is_predicted_is_what_runs(lab, body) -> None:
+    case = lab.Case(lambda: lab.stack_of(body))
+    profile = profile_of(case)
+
+    for seed in range(4):
+        plan = plan_of(profile, some(seed))
+        predicted = Counter(
+            REBUILT if replay.recipe else profile.graph.ops[replay.op].name
+            for effect in plan_effects(profile, plan)
+            for replay in effect.replays
+        )
+        ran = replayed_ops(case, plan, warm_steps=3)
+        assert {name: ran.get(name, 0) for name in predicted} == predicted
+        assert ran.get(DROPOUT, 0) == predicted[DROPOUT]
+        assert ran.get(REBUILT, 0) == predicted[REBUILT]
+        assert differences(case, plan, steps=2) == []
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_planner_prices_sets_as_the_simulator_does(lab, body) -> None:
+    profile = profile_of(lab.Case(lambda: lab.stack_of(body)))
+    view = views_of(profile)[0]
+    projects = find_projects(profile, view, view.candidates)
+    places = {storage: place for place, storage in enumerate(projects.storages)}
+
+    for seed in range(20):
+        dropped = some(seed)(view)
+        priced = projects.seconds([places[storage] for storage in dropped])
+        assert priced == pytest.approx(replay_effect(view, dropped).seconds(profile))
 
 
 def spec_of(func, *args):
@@ -355,6 +410,45 @@ def test_recipe_that_is_far_off_is_called_out(lab, monkeypatch) -> None:
     assert any(decision.recipes for decision in allowed.plan.decisions)
     assert allowed.verdict.beyond_tolerance
     assert "FURTHER OFF THAN ROUNDING" in str(allowed)
+
+
+def normal_again(x, weight, bias, mean, invstd, eps):
+    """Stand in for CUDA's elementwise kernel, with the bits that the CPU's forward has."""
+    assert mean.shape == invstd.shape == x.shape[1:2]
+    return torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)[0]
+
+
+def batch_norm_on_the_cpu(named, outputs) -> RecipeCall:
+    given = (named["input"], named["weight"], named["bias"], *outputs[1:3], named["eps"])
+    return RecipeCall(normal_again, given)
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
+        self.norm = nn.BatchNorm2d(8)
+
+    def forward(self, x):
+        return x + self.last(F.relu(self.norm(self.first(x)), inplace=True))
+
+
+def test_batch_norm_comes_back_from_its_statistics(lab, monkeypatch) -> None:
+    name = "aten.native_batch_norm.default"
+    monkeypatch.setitem(calls.BUILDERS, name, batch_norm_on_the_cpu)
+    case = lab.Case(
+        lambda: nn.Sequential(Convolutions(), Convolutions()), batch=torch.randn(2, 8, 12, 12)
+    )
+    profile = profile_of(case)
+    # What a plan would do: the large output goes, the small statistics stay.
+    plan = plan_of(
+        profile,
+        lambda view: [s for s in view.candidates if view.graph.storages[s].nbytes > 100],
+    )
+
+    assert [len(decision.recipes) for decision in plan.decisions] == [1, 1]
+    assert all(key.startswith(name) for d in plan.decisions for key in d.recipes)
+    assert differences(case, plan, steps=6) == []
 
 
 def test_profile_of_a_model_with_dropout_has_a_recipe(lab) -> None:
