@@ -14,7 +14,7 @@ from leanstep.imagine import Factory, Ingredients
 from leanstep.ir import Plan, Profile, Verdict
 from leanstep.ir.check import check_blocks, check_graph
 from leanstep.marks import marks_of
-from leanstep.profiler import measure
+from leanstep.profiler import measure, with_recipes
 from leanstep.profiler.cache import device_name
 from leanstep.recorder import record
 from leanstep.recorder.blocks import find_blocks
@@ -94,7 +94,7 @@ def profile_step(step: TrainingStep) -> Profile:
     draft = Profile(
         graph=graph,
         blocks=blocks,
-        costs=tuple(costs),
+        costs=tuple(with_recipes(costs, signatures.specs, step.device)),
         step_seconds=seconds,
         other_bytes=0,
         peak_bytes=0,

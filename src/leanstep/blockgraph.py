@@ -2,11 +2,23 @@
 
 import functools
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from leanstep.errors import PlanError
-from leanstep.ir import Block, Category, Fact, Graph, Op, Phase, Save, Unpack, Value
+from leanstep.ir import (
+    Block,
+    Category,
+    Fact,
+    Graph,
+    Op,
+    Phase,
+    RecipeCost,
+    Save,
+    Unpack,
+    Value,
+)
 from leanstep.rebuild import Program, Rerun, build_program, can_rebuild
+from leanstep.recipes import cheap_rerun
 
 # Rerun without their running statistics: the output has the same bits, and nothing is written.
 STATISTICS_ARE_OPTIONAL = (
@@ -28,10 +40,16 @@ NEVER_RERUN = frozenset(
 
 
 class BlockGraph:
-    """The part of a step's graph that belongs to one block call."""
+    """The part of a step's graph that belongs to one block call.
 
-    def __init__(self, graph: Graph, block: Block) -> None:
-        self.graph, self.block = graph, block
+    `recipes` are the ops whose cheap replay may be used, by index.
+    """
+
+    def __init__(
+        self, graph: Graph, block: Block, recipes: Mapping[int, RecipeCost] | None = None
+    ) -> None:
+        self.graph, self.block, self.recipes = graph, block, recipes or {}
+        self._alone: dict[int, Program] = {}
 
     @functools.cached_property
     def saves(self) -> tuple[Save, ...]:
@@ -49,6 +67,13 @@ class BlockGraph:
         """The ops of the call that may run a second time."""
         ops = range(self.block.start, self.block.stop)
         return tuple(filter(None, (rerun(index, self.graph.ops[index]) for index in ops)))
+
+    @functools.cached_property
+    def cheap_reruns(self) -> tuple[Rerun, ...]:
+        """The cheap replays that may stand for some of them."""
+        ops = (op for op in self.reruns if op.index in self.recipes)
+        found = (cheap_rerun(self.graph, self.graph.ops[op.index], op) for op in ops)
+        return tuple(filter(None, found))
 
     @functools.cached_property
     def own_storages(self) -> frozenset[int]:
@@ -120,10 +145,16 @@ class BlockGraph:
         """The position where autograd has let go of everything of the call."""
         return max((save.release for save in self.saves), default=self.block.stop)
 
+    def alone(self, storage: int) -> Program:
+        """What runs again when one storage is dropped and nothing else; worked out once."""
+        if storage not in self._alone:
+            self._alone[storage] = self.program([storage])
+        return self._alone[storage]
+
     def program(self, dropped: Collection[int]) -> Program:
         """What runs again when these storages are dropped."""
         wanted = Counter(save.value for save in self.saves if save.value.storage in dropped)
-        return build_program(self.reruns, wanted, self.available(dropped))
+        return build_program(self.reruns, wanted, self.available(dropped), self.cheap_reruns)
 
     def available(self, dropped: Collection[int]) -> "Available":
         """The values that are still there in backward, unchanged."""

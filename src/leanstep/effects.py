@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from leanstep.blockgraph import STATISTICS_ARE_OPTIONAL, BlockGraph, births, is_generator
-from leanstep.ir import Category, Decision, Engine, Profile, Unpack
+from leanstep.ir import Category, Decision, Engine, Profile, RecipeCost, Unpack
 from leanstep.rebuild import Run, Session
 
 # The state of torch's CPU generator, held for a block whose draws are replayed.
@@ -35,7 +35,7 @@ class Shift:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """An op run again before op `position`.
+    """An op run again before op `position`, by a recipe where there is one.
 
     `live_bytes` and `peak_bytes` are relative to the level at the start of op `position`.
     """
@@ -44,6 +44,11 @@ class Replay:
     position: int
     live_bytes: int
     peak_bytes: int
+    recipe: RecipeCost | None = None
+
+    def seconds(self, profile: Profile) -> float:
+        """The time it takes."""
+        return profile.seconds(self.op) if self.recipe is None else self.recipe.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +60,7 @@ class Effect:
 
     def seconds(self, profile: Profile) -> float:
         """The time of everything that runs again."""
-        return sum(profile.seconds(replay.op) for replay in self.replays)
+        return sum(replay.seconds(profile) for replay in self.replays)
 
 
 def decision_effect(view: BlockGraph, decision: Decision) -> Effect:
@@ -149,15 +154,22 @@ class _ReplayEffect:
         is_request = unpack.position < save.release
         level, steps = 0, []
         for run in self.session.request(save.value) if is_request else ():
-            rise = self.graph.ops[run.op.index].rise_bytes + self._draw_bytes(run)
-            steps.append((run.op.index, level, level + rise))
+            steps.append((run.op, level, level + self._rise_bytes(run)))
             level += self._after(run, unpack.position)
-        for index, live, peak in steps:
-            self.replays.append(Replay(index, unpack.position, live - level, peak - level))
+        for op, live, peak in steps:
+            recipe = self.view.recipes[op.index] if op.is_recipe else None
+            replay = Replay(op.index, unpack.position, live - level, peak - level, recipe)
+            self.replays.append(replay)
         storage = save.value.storage
         self.release[storage] = max(self.release.get(storage, 0), save.release)
         if self.session.served(save.value) and storage in self.born:
             self._end(storage, self.born.pop(storage), self.release.pop(storage))
+
+    def _rise_bytes(self, run: Run) -> int:
+        if not run.op.is_recipe:
+            return self.graph.ops[run.op.index].rise_bytes + self._draw_bytes(run)
+        made = sum(self._nbytes(value.storage) for value in run.op.writes)
+        return made + self.view.recipes[run.op.index].workspace_bytes
 
     def _draw_bytes(self, run: Run) -> int:
         """The copies of the generator's state that are made around a replayed draw."""

@@ -9,6 +9,7 @@ from leanstep.ir import Profile
 from leanstep.ir.check import check_blocks, check_graph
 from leanstep.marks import marks_of
 from leanstep.profiler.devices import find_device
+from leanstep.profiler.recipes import estimated
 from leanstep.profiler.roofline import estimate
 from leanstep.recorder import record
 from leanstep.recorder.blocks import find_blocks
@@ -34,7 +35,12 @@ def estimated_profile(
     check_graph(graph)
     check_blocks(graph, blocks)
     worth = signatures.that_write(graph)
-    costs = tuple(estimate(signatures.specs, worth, target))
+    timed = estimate(signatures.specs, worth, target)
+    # Batch norm's is left out: on a GPU it is cuDNN's, whose bits only the device can show.
+    costs = tuple(
+        dataclasses.replace(cost, recipe=estimated(spec, cost.seconds))
+        for cost, spec in zip(timed, signatures.specs, strict=True)
+    )
     draft = Profile(
         graph=graph,
         blocks=blocks,

@@ -53,6 +53,7 @@ def fit(
     overrides: Mapping[str, str] | None = None,
     verify: bool = True,
     gradients_kept: bool = False,
+    exact: bool = True,
 ) -> Fit:
     """Make a model train inside a memory budget, with the same numbers.
 
@@ -75,6 +76,8 @@ def fit(
             `{"encoder.*.attention": "recompute", "*::aten.mm": "keep"}`.
         verify: compare with the untouched model; costs about twenty steps.
         gradients_kept: plan for gradients alive at the start of the step (accumulation).
+        exact: false also allows cheap replays that were not seen to give the same bits on this
+            device; the verdict then says how far the gradients are from the untouched model's.
     """
     check_budget(budget)
     check_engine(engine)
@@ -88,6 +91,7 @@ def fit(
         solver=solver,
         engine=engine,
         overrides=overrides,
+        exact=exact,
     )
     if not verify:
         return Fit(recorded, plan, None, engines.apply(model, plan))

@@ -33,11 +33,21 @@ class Kept(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rerun:
-    """An op that may run again: its index in the recording, what it reads and writes."""
+    """An op that may run again: its index in the recording, what it reads and writes.
+
+    With `siblings` it is a cheap replay of the op: it writes one of the op's outputs, and reads
+    others of them, the siblings, among its reads.
+    """
 
     index: int
     reads: tuple[Value, ...]
     writes: tuple[Value, ...]
+    siblings: tuple[Value, ...] = ()
+
+    @property
+    def is_recipe(self) -> bool:
+        """Whether a cheap replay runs instead of the op."""
+        return bool(self.siblings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +68,28 @@ class Program:
     known: "_Known" = field(default_factory=lambda: _Known(), compare=False, repr=False)
 
 
-def build_program(ops: Sequence[Rerun], wanted: Mapping[Value, int], available: Kept) -> Program:
-    """Find the ops that rebuild every wanted value from the available ones."""
+def build_program(
+    ops: Sequence[Rerun],
+    wanted: Mapping[Value, int],
+    available: Kept,
+    recipes: Sequence[Rerun] = (),
+) -> Program:
+    """Find the ops that rebuild every wanted value from the available ones.
+
+    A recipe runs instead of its op where its siblings are all available and nothing else of the op
+    is needed.
+    """
     makers = {value: op for op in ops for value in op.writes}
-    there = {value for value in wanted if value in available}
-    reruns = _needed([value for value in wanted if value not in there], makers, available)
-    starts = _sources(reruns, makers, available)
+    cheap = [r for r in recipes if all(sibling in available for sibling in r.siblings)]
+    chosen = _needed(wanted, makers, cheap, available)
+    while both := {index for index, is_recipe in chosen if is_recipe and (index, False) in chosen}:
+        cheap = [recipe for recipe in cheap if recipe.index not in both]
+        chosen = _needed(wanted, makers, cheap, available)
+    reruns = {index: chosen[index, is_recipe] for index, is_recipe in sorted(chosen)}
+    made = {value: op for op in reruns.values() for value in op.writes}
+    starts = _sources(reruns, made, available)
     sources = {
-        value: frozenset([value]) if value in there else starts[makers[value].index]
+        value: frozenset([value]) if value in available else starts[made[value].index]
         for value in wanted
     }
     all_sources = frozenset[Value]().union(*sources.values())
@@ -80,30 +104,39 @@ def build_program(ops: Sequence[Rerun], wanted: Mapping[Value, int], available: 
     )
 
 
+# Ops and recipes that rebuild something, by index and whether it is the recipe.
+_Chosen = dict[tuple[int, bool], Rerun]
+
+
 def can_rebuild(value: Value, makers: Mapping[Value, Rerun], available: Kept) -> bool:
     """Whether a value can be rebuilt from the available ones."""
     try:
-        _needed([] if value in available else [value], makers, available)
+        _needed([value], makers, (), available)
     except UnreachableError:
         return False
     return True
 
 
 def _needed(
-    wanted: Iterable[Value], makers: Mapping[Value, Rerun], available: Kept
-) -> dict[int, Rerun]:
-    """The ops that rebuild some values, in the order of the forward pass."""
-    chosen: dict[int, Rerun] = {}
-    pending = list(wanted)
+    wanted: Iterable[Value],
+    makers: Mapping[Value, Rerun],
+    cheap: Sequence[Rerun],
+    available: Kept,
+) -> _Chosen:
+    """The ops, or the recipes in their place, that rebuild some values."""
+    if cheap:
+        makers = {**makers, **{recipe.writes[0]: recipe for recipe in cheap}}
+    chosen: _Chosen = {}
+    pending = [value for value in wanted if value not in available]
     while pending:
         value = pending.pop()
         op = makers.get(value)
         if op is None:
             raise UnreachableError(f"storage {value.storage}, version {value.version}, is gone")
-        if op.index not in chosen:
-            chosen[op.index] = op
+        if (op.index, op.is_recipe) not in chosen:
+            chosen[op.index, op.is_recipe] = op
             pending.extend(read for read in op.reads if read not in available)
-    return {index: chosen[index] for index in sorted(chosen)}
+    return chosen
 
 
 def _sources(

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from leanstep.blockgraph import BlockGraph
 from leanstep.effects import Effect, Replay, Shift, decision_effect
-from leanstep.ir import Category, Graph, Op, Plan, Point, Profile, Timeline
+from leanstep.ir import Block, Category, Decision, Graph, Op, Plan, Point, Profile, Timeline
 from leanstep.ir.blocks import find_block
 
 
@@ -24,9 +24,19 @@ def simulate(profile: Profile, plan: Plan | None = None) -> Timeline:
 def plan_effects(profile: Profile, plan: Plan) -> list[Effect]:
     """The effect of each decision that changes something."""
     return [
-        decision_effect(BlockGraph(profile.graph, find_block(profile, decision)), decision)
+        decision_effect(_decided(profile, find_block(profile, decision), decision), decision)
         for decision in plan.changed
     ]
+
+
+def _decided(profile: Profile, block: Block, decision: Decision) -> BlockGraph:
+    """A block call with the recipes that a decision names, and no others."""
+    view = BlockGraph(profile.graph, block)
+    named = view.storages_named(decision.recipes)
+    ops = (profile.graph.storages[storage].birth for storage in named)
+    recipes = ((index, profile.costs[profile.graph.ops[index].cost].recipe) for index in ops)
+    known = {index: recipe for index, recipe in recipes if recipe is not None}
+    return BlockGraph(profile.graph, block, known) if known else view
 
 
 def timeline(profile: Profile, effects: Sequence[Effect]) -> Timeline:
@@ -66,7 +76,7 @@ def _replay_point(profile: Profile, replay: Replay, level: int) -> Point:
         True,
         level + replay.live_bytes,
         level + replay.peak_bytes,
-        profile.seconds(replay.op),
+        replay.seconds(profile),
         replay.position,
     )
 

@@ -90,6 +90,7 @@ def judge(step: TrainingStep, applied: Applied, before: Look) -> Verdict:
     plan, after = applied.plan, look(step)
     baseline_seconds, measured_seconds = race(step, applied)
     different, spread = differences(before, after.outcome)
+    apart = {} if plan.exact else distances(before.outcome, after.outcome)
     # The CPU's allocator cannot tell what it holds: what the recording saw counts there too.
     known = plan.peak_bytes - plan.movable_bytes if step.device.type == "cpu" else 0
     return Verdict(
@@ -107,6 +108,9 @@ def judge(step: TrainingStep, applied: Applied, before: Look) -> Verdict:
         different=different,
         within_spread=spread,
         assumptions=assumptions(step),
+        inexact_allowed=not plan.exact,
+        largest_difference=max((distance for distance, _ in apart.values()), default=0.0),
+        beyond_tolerance=tuple(name for name, (far, most) in apart.items() if not far <= most),
     )
 
 
@@ -122,6 +126,27 @@ def differences(before: Look, new: Outcome) -> tuple[tuple[str, ...], tuple[str,
         near = unstable and _is_near(tensor, again.get(name), found.get(name))
         (within if near else beyond).append(name)
     return tuple(beyond), tuple(within)
+
+
+def distances(before: Outcome, new: Outcome) -> dict[str, tuple[float, float]]:
+    """How far the loss and each gradient are off, relative to their size, and the tolerance."""
+    found = _named(new)
+    return {
+        name: _distance(tensor, found.get(name))
+        for name, tensor in _named(before).items()
+        if tensor is not None and tensor.is_floating_point()
+    }
+
+
+def _distance(old: torch.Tensor, new: torch.Tensor | None) -> tuple[float, float]:
+    most = float(torch.finfo(old.dtype).eps) ** 0.5
+    if _same(old, new):
+        return 0.0, most
+    if new is None or new.shape != old.shape:
+        return float("inf"), most
+    size = float(old.double().norm())
+    apart = float((new.double() - old.double()).norm())
+    return (apart / size if size else float("inf")), most
 
 
 def _named(outcome: Outcome) -> dict[str, torch.Tensor | None]:

@@ -20,7 +20,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 BASE = {"errors", "units"}
 IR = BASE | {"ir"}
-REBUILD = IR | {"rebuild", "blockgraph"}
+REBUILD = IR | {"rebuild", "recipes", "blockgraph"}
 SIMULATOR = REBUILD | {"effects", "simulator"}
 SOLVERS = SIMULATOR | {"solvers"}
 PLANNER = SOLVERS | {"planner"}
@@ -37,7 +37,8 @@ MAY_IMPORT = {
     "units": BASE,
     "ir": IR,
     "rebuild": IR,
-    "blockgraph": IR | {"rebuild"},
+    "recipes": IR | {"rebuild"},
+    "blockgraph": IR | {"rebuild", "recipes"},
     "effects": REBUILD,
     "simulator": REBUILD | {"effects"},
     "solvers": SOLVERS,
@@ -74,6 +75,7 @@ WITHOUT_TORCH = (
     "solvers",
     "simulator",
     "rebuild",
+    "recipes",
     "blockgraph",
     "effects",
     "reporters",

@@ -190,7 +190,7 @@ def test_tied_weights_are_one_storage() -> None:
 
     count = sum(s.category is Category.PARAMETER for s in profile.graph.storages)
     assert count == len(list(real.model.parameters()))
-    assert "52 tensors" in profile.model
+    assert "52 tensors" in str(profile.model)
 
 
 def test_views_of_one_storage_stay_views() -> None:
@@ -231,7 +231,7 @@ def test_dropout_is_one_op_with_a_mask_of_bytes() -> None:
 def test_dropout_and_attention_may_be_dropped_and_replayed() -> None:
     profile = estimate("gpt2-tiny", autocast="bf16")
     view = BlockGraph(profile.graph, profile.blocks[1])
-    keys = {view.storage_key(storage).split("#")[0] for storage in view.candidates}
+    keys = {view.storage_key(storage).split("::")[-1].split("#")[0] for storage in view.candidates}
 
     assert {"aten.native_dropout.default", FLASH, "aten.gelu.default"} <= keys
 

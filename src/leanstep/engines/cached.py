@@ -118,8 +118,8 @@ def make_template(
         if isinstance(found, Attribute):
             shared.append(_attributes_at(storage_address(call.source(value)), modules))
     # An op that nothing dropped depends on may differ from call to call.
-    needed = () if program is None else program.reruns
-    ops = {index: _relative(recorder.ops[index], start) for index in needed}
+    needed = {} if program is None else call.ops_of(program)
+    ops = {index: _relative(op, start) for index, op in needed.items()}
     return Template(
         names=tuple(recorder.names),
         saves=_what_matters(call.saves, locators),

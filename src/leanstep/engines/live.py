@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from leanstep.engines.context import Context, Handle, Source, unpack
-from leanstep.engines.recording import GENERATOR, CallRecorder, Ref
+from leanstep.engines.recording import GENERATOR, CallRecorder, RecordedOp, Ref
 from leanstep.engines.scope import Scope
 from leanstep.ir import Value
 from leanstep.rebuild import Program, build_program
@@ -21,13 +21,19 @@ from leanstep.recorder.values import has_storage
 class LiveCall:
     """One call of a block, recorded as it runs."""
 
-    def __init__(self, context: Context, drop: Collection[str], scope: Scope) -> None:
+    def __init__(
+        self,
+        context: Context,
+        drop: Collection[str],
+        scope: Scope,
+        recipes: Collection[str] = (),
+    ) -> None:
         self.context, self.drop = context, drop
         self.saves: list[tuple[Ref, bool]] = []
         self.program: Program | None = None
         state = torch.get_rng_state()
         self.random_state: torch.Tensor | None = state
-        self.recorder = CallRecorder(self._before_write, state, scope)
+        self.recorder = CallRecorder(self._before_write, state, scope, recipes)
         self._kept: dict[Value, torch.Tensor] = {}
         self._copies: dict[Value, torch.Tensor] = {}
         self._wanted: dict[Value, int] = {}
@@ -149,15 +155,24 @@ class LiveCall:
         if not self._wanted:
             return
         reruns = [op.rerun for op in self.recorder.ops.values()]
-        self.program = build_program(reruns, self._wanted, self)
+        recipes = [op.rerun for op in self.recorder.cheap_ops.values()]
+        self.program = build_program(reruns, self._wanted, self, recipes)
         sources = {
             value: Source.of(self.source(value))
             for value in self.program.all_sources
             if value.storage != GENERATOR
         }
-        ops = {index: self.recorder.ops[index] for index in self.program.reruns}
+        ops = self.ops_of(self.program)
         draws = Value(GENERATOR, 0) in self.program.all_sources
         self.context.fill(self.program, ops, sources, self.random_state if draws else None)
+
+    def ops_of(self, program: Program) -> dict[int, RecordedOp]:
+        """What a program runs: an op, or its cheap replay."""
+        ops, cheap = self.recorder.ops, self.recorder.cheap_ops
+        return {
+            index: cheap[index] if rerun.is_recipe else ops[index]
+            for index, rerun in program.reruns.items()
+        }
 
     def source(self, value: Value) -> torch.Tensor:
         """The tensor that holds a value the program starts from."""

@@ -6,7 +6,7 @@ size, stride and offset: views need no replay. What comes from outside the call 
 end, since only then is it known what will be needed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from leanstep.engines.scope import Scope
 from leanstep.ir import Fact, Value
 from leanstep.ir.graph import scoped_name
 from leanstep.rebuild import Rerun
+from leanstep.recipes import RECIPES, cheaper
 from leanstep.recorder.facts import (
     DrawOrder,
     OpInfo,
@@ -28,6 +29,7 @@ from leanstep.recorder.facts import (
     tensors_in,
     written_names,
 )
+from leanstep.recorder.recipes import recipe_call
 from leanstep.recorder.values import StorageBook, has_storage
 
 # The CPU generator, as a storage: every draw moves it to its next version.
@@ -74,16 +76,22 @@ class RecordedOp:
 
 
 class CallRecorder(torch_private.TorchDispatchMode):
-    """The dispatch mode that writes down one block call."""
+    """The dispatch mode that writes down one block call.
+
+    `recipes` names the storages that may come back by a cheap replay.
+    """
 
     def __init__(
         self,
         before_write: Callable[[Value, torch.Tensor], None],
         random_state: torch.Tensor,
         scope: Scope,
+        recipes: Collection[str] = (),
     ) -> None:
         super().__init__()
         self._scope = scope
+        self._recipes = recipes
+        self.cheap_ops: dict[int, RecordedOp] = {}
         self._draw_order = DrawOrder(random_state)
         self.book = StorageBook(lambda number: None)
         self.ops: dict[int, RecordedOp] = {}
@@ -132,6 +140,8 @@ class CallRecorder(torch_private.TorchDispatchMode):
             writes.append(Value(GENERATOR, self._draws))
             self._note_draw()
         self._note(info, func, templates, reads, writes, births, draw, facts)
+        if self._recipes and info.name in RECIPES:
+            self._note_recipe(info, args, kwargs, list(tensors_in(out)), births)
         return out
 
     def _draw_jumps(self) -> bool:
@@ -271,6 +281,29 @@ class CallRecorder(torch_private.TorchDispatchMode):
             rerun, func, args, kwargs, tuple(births), draw, torch.is_grad_enabled()
         )
         self.makers.update((value, rerun) for value in rerun.writes)
+
+    def _note_recipe(
+        self,
+        info: OpInfo,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        outputs: list[torch.Tensor],
+        births: list[tuple[int, int]],
+    ) -> None:
+        """Write down the cheap replay of the op just noted, where the plan names its output."""
+        op, recipe = self.ops.get(len(self.names) - 1), RECIPES[info.name]
+        call = recipe_call(info, args, kwargs, outputs)
+        if op is None or call is None or [leaf for _, leaf in births] != [*range(len(outputs))]:
+            return
+        storage = births[recipe.output][0]
+        if self.keys[storage] not in self._recipes:
+            return
+        made = [Value(number, 0) for number, _ in births]
+        rerun = cheaper(op.rerun, recipe, made, without=(GENERATOR,))
+        templates = tuple(self._template(argument) for argument in call.args)
+        self.cheap_ops[rerun.index] = RecordedOp(
+            rerun, call.func, templates, {}, ((storage, 0),), None, op.grad_enabled
+        )
 
 
 def _ignore_write(value: Value, tensor: torch.Tensor) -> None:

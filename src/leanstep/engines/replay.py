@@ -51,8 +51,14 @@ class _Entry:
 class Replayer:
     """Run the calls of one block that follow one decision."""
 
-    def __init__(self, name: str, drop: frozenset[str], scope: Scope) -> None:
-        self.name, self.drop, self.scope = name, drop, scope
+    def __init__(
+        self,
+        name: str,
+        drop: frozenset[str],
+        scope: Scope,
+        recipes: frozenset[str] = frozenset(),
+    ) -> None:
+        self.name, self.drop, self.scope, self.recipes = name, drop, scope, recipes
         self._is_checked = False
         self.always_record = False
         self.recorded = 0
@@ -103,7 +109,8 @@ class Replayer:
         self.recorded += 1
         if not self._is_checked and self.scope.is_planned_mode(args[0]):
             learn = self._checking(learn, args[0])
-        return LiveCall(context, self.drop, self.scope).run(forward, args, kwargs, learn)
+        call = LiveCall(context, self.drop, self.scope, self.recipes)
+        return call.run(forward, args, kwargs, learn)
 
     def _checking(
         self, learn: Callable[[LiveCall], None], module: torch.nn.Module

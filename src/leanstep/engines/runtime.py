@@ -72,7 +72,9 @@ class BlockRuntime:
     ) -> None:
         self.name = name = scope.name
         self.decisions = sorted(decisions, key=lambda decision: decision.occurrence)
-        self.replays = [Replayer(name, frozenset(d.drop), scope) for d in self.decisions]
+        self.replays = [
+            Replayer(name, frozenset(d.drop), scope, frozenset(d.recipes)) for d in self.decisions
+        ]
         self.rounds, self.watch = rounds, watch
         self._round = -1
         self._calls = 0

@@ -25,6 +25,7 @@ from leanstep.ir.peak import Peak as Peak
 from leanstep.ir.plan import Plan as Plan
 from leanstep.ir.profile import Cost as Cost
 from leanstep.ir.profile import Profile as Profile
+from leanstep.ir.profile import RecipeCost as RecipeCost
 from leanstep.ir.timeline import Point as Point
 from leanstep.ir.timeline import Timeline as Timeline
 from leanstep.ir.verdict import Verdict as Verdict

@@ -39,7 +39,8 @@ class Decision:
     `drop` names the storages that autograd shall not hold, each by the op that allocated it (its
     module inside the block, operator, how often that ran there before) and its place among that
     op's new storages: `attention.query::aten.addmm.default#0:0`. Under `module` everything inside
-    is dropped and `drop` is empty. `why` is for people. `rows` are the ops that autograd saves from
+    is dropped and `drop` is empty. `recipes` names, in the same way, what comes back by a cheap
+    replay instead of its op. `why` is for people. `rows` are the ops that autograd saves from
     or that run again. The bytes freed are those of `OpRow`, and what the engine holds for itself
     (random state, inputs that would be gone) counts against them.
     """
@@ -56,6 +57,7 @@ class Decision:
     rows: tuple[OpRow, ...] = field(default=(), repr=False)
     peak_freed_bytes: int = 0
     unplanned_peak_freed_bytes: int = 0
+    recipes: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:

@@ -18,7 +18,8 @@ class Plan:
 
     `bound_seconds` is a proved lower bound on the extra seconds of any plan in the same space,
     and `gap = (extra_seconds - bound_seconds) / max(bound_seconds, 1 % of the unplanned step)`.
-    `movable_bytes` is the part of the peak that grows with the batch.
+    `movable_bytes` is the part of the peak that grows with the batch. `exact` is false where the
+    user allowed cheap replays whose bits are not the op's own.
     """
 
     solver: str
@@ -35,6 +36,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     peak: Peak | None = field(default=None, repr=False)
     unplanned_peak: Peak | None = field(default=None, repr=False)
+    exact: bool = True
 
     @property
     def gap(self) -> float:

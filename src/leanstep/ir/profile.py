@@ -11,14 +11,29 @@ from leanstep.ir.identity import Identity
 
 
 @dataclass(frozen=True, slots=True)
+class RecipeCost:
+    """What a cheap replay of an op call costs (`recipes.py`), as a dry run on the device found.
+
+    `exact` says that it gave the op's own bits; `workspace_bytes` is what it needs while it runs,
+    on top of the output that it rebuilds.
+    """
+
+    seconds: float
+    exact: bool
+    workspace_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Cost:
     """What one distinct op call costs: seconds alone on the device, warm, median of several.
 
-    `signature` is the operator's name; two calls that differ in shapes share it.
+    `signature` is the operator's name; two calls that differ in shapes share it. `recipe` is its
+    cheap replay, where there is one and it ran.
     """
 
     signature: str
     seconds: float
+    recipe: RecipeCost | None = None
 
 
 @dataclass(frozen=True, slots=True)

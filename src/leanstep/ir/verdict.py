@@ -15,6 +15,10 @@ class Verdict:
     `loss_equal` and `random_state_equal` all hold. `within_spread` names what differs from run to
     run in the untouched model too (on CUDA) and no more than there. `assumptions` are sentences
     about the step that was measured.
+
+    With `inexact_allowed` the plan may rebuild values by cheap replays with other bits:
+    `largest_difference` is then the largest relative difference of the loss or a gradient, and
+    `beyond_tolerance` names what is further off than the square root of its type's precision.
     """
 
     budget_bytes: int
@@ -31,6 +35,9 @@ class Verdict:
     different: tuple[str, ...]
     within_spread: tuple[str, ...]
     assumptions: tuple[str, ...]
+    inexact_allowed: bool = False
+    largest_difference: float = 0.0
+    beyond_tolerance: tuple[str, ...] = ()
 
     @property
     def exact(self) -> bool:

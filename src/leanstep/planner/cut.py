@@ -32,7 +32,8 @@ MOST_SETS = 24
 class Projects:
     """The storages that can be dropped: what each earns and requires.
 
-    `required[i]` are places in `op_seconds` and `held[i]` places in `held_bytes`: what lives on
+    `required[i]` are places in `op_seconds` (an op that has a cheap replay is two: the replay, and
+    what running the op itself costs beyond it) and `held[i]` places in `held_bytes`: what lives on
     for a replay though it would be gone, such as a block input that autograd did not save.
     """
 
@@ -80,21 +81,19 @@ def _only(projects: Projects, part: Sequence[int]) -> Projects:
 def find_projects(profile: Profile, view: BlockGraph, droppable: Collection[int]) -> Projects:
     """Find what dropping each storage earns and requires."""
     storages = tuple(sorted(droppable))
-    makers, there = view.makers, view.available(())
-    ops: dict[int, int] = {}
+    recipes = {op.index: view.recipes[op.index].seconds for op in view.cheap_reruns}
+    ops: dict[tuple[int, bool], int] = {}
     sources: dict[int, int] = {}
     required, held = [], []
     for storage in storages:
-        indices, reads = set[int](), set[int]()
-        pending = [save.value for save in view.saves if save.value.storage == storage]
-        while pending:
-            op = makers[pending.pop()]
-            if op.index not in indices:
-                indices.add(op.index)
-                pending.extend(value for value in op.reads if value not in there)
-                reads.update(value.storage for value in op.reads if value in there)
-        required.append(frozenset(ops.setdefault(index, len(ops)) for index in indices))
-        gone = (number for number in reads if is_gone_in_backward(view, number))
+        program = view.alone(storage)
+        parts = {(index, False) for index in program.reruns}
+        parts |= {
+            (i, True) for i, op in program.reruns.items() if i in recipes and not op.is_recipe
+        }
+        required.append(frozenset(ops.setdefault(part, len(ops)) for part in sorted(parts)))
+        reads = {value.storage for value in program.all_sources}
+        gone = (number for number in sorted(reads) if is_gone_in_backward(view, number))
         held.append(frozenset(sources.setdefault(number, len(sources)) for number in gone))
     graph = view.graph
     return Projects(
@@ -102,7 +101,12 @@ def find_projects(profile: Profile, view: BlockGraph, droppable: Collection[int]
         freed_bytes=tuple(_freed_bytes(view, number) for number in storages),
         required=tuple(required),
         held=tuple(held),
-        op_seconds=tuple(profile.seconds(index) for index in ops),
+        op_seconds=tuple(
+            profile.seconds(index) - recipes[index]
+            if is_rest
+            else recipes.get(index, profile.seconds(index))
+            for index, is_rest in ops
+        ),
         held_bytes=tuple(graph.storages[number].nbytes for number in sources),
     )
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from leanstep.blockgraph import BlockGraph
 from leanstep.effects import Effect
 from leanstep.ir import Decision, Engine, Plan, Profile, Timeline
 from leanstep.planner.explain import Account
@@ -21,6 +22,7 @@ def lower(
     solver: str,
     budget_bytes: int,
     bound_seconds: float,
+    exact: bool = True,
 ) -> Plan:
     """Make the plan, with the peak that the simulator finds for it.
 
@@ -50,10 +52,12 @@ def lower(
             _peak_note(profile, line),
             *_stuck_notes([part for part, _ in picked]),
             *notes,
+            *_inexact_notes(profile, found),
             *(profile.notes if profile.estimated else ()),
         ),
         peak=planned,
         unplanned_peak=unplanned,
+        exact=exact,
     )
 
 
@@ -72,6 +76,8 @@ def _decision(part: Part, option: Option) -> Decision:
     storages = view.graph.storages
     held = {save.value.storage for save in view.saves} & view.own_storages
     is_replayed = option.engine is Engine.REPLAY
+    recipes = _by_recipe(view, option) if is_replayed else ()
+    why = _why(option, len(held), len(recipes))
     return Decision(
         path=view.block.path,
         occurrence=view.block.occurrence,
@@ -83,15 +89,23 @@ def _decision(part: Part, option: Option) -> Decision:
         kept_bytes=sum(storages[number].nbytes for number in held - option.dropped),
         dropped_bytes=sum(storages[number].nbytes for number in option.dropped),
         extra_seconds=option.seconds,
-        why="nothing in it can be dropped" if _is_stuck(part) else _why(option, len(held)),
+        why="nothing in it can be dropped" if _is_stuck(part) else why,
+        recipes=recipes,
     )
 
 
-def _why(option: Option, num_saved: int) -> str:
+def _by_recipe(view: BlockGraph, option: Option) -> tuple[str, ...]:
+    """What comes back by a cheap replay."""
+    reruns = view.program(option.dropped).reruns.values()
+    return tuple(view.storage_key(op.writes[0].storage) for op in reruns if op.is_recipe)
+
+
+def _why(option: Option, num_saved: int, num_cheap: int) -> str:
     match option.engine:
         case Engine.REPLAY:
             dropped = f"drops {len(option.dropped)} of {num_saved} saved tensors"
-            return f"{dropped}, replays {_ops(option.num_replays)}"
+            cheaply = f", {num_cheap} of them cheaply" if num_cheap else ""
+            return f"{dropped}, replays {_ops(option.num_replays)}{cheaply}"
         case Engine.MODULE:
             return f"runs again as a whole, {_ops(option.num_replays)}"
         case Engine.UNTOUCHED:
@@ -118,3 +132,14 @@ def _stuck_notes(parts: Sequence[Part]) -> tuple[str, ...]:
         return ()
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return (f"nothing can be dropped in {', '.join(names[:3])}{more}",)
+
+
+def _inexact_notes(profile: Profile, found: Sequence[Effect]) -> tuple[str, ...]:
+    """Which ops come back with other bits: the user allowed it."""
+    ops = {
+        profile.graph.ops[replay.op].name
+        for effect in found
+        for replay in effect.replays
+        if replay.recipe is not None and not replay.recipe.exact
+    }
+    return (f"rebuilt with other bits: {', '.join(sorted(ops))}",) if ops else ()

@@ -133,20 +133,8 @@ def _turns(view: BlockGraph) -> Iterator[int]:
 
 def _sources(view: BlockGraph, droppable: frozenset[int]) -> dict[int, frozenset[int]]:
     """For each candidate the other candidates that its ops read."""
-    makers, there = view.makers, view.available(())
     found = {}
     for number in droppable:
-        reads, seen = set[int](), set[int]()
-        pending = [save.value for save in view.saves if save.value.storage == number]
-        while pending:
-            op = makers[pending.pop()]
-            if op.index in seen:
-                continue
-            seen.add(op.index)
-            for value in op.reads:
-                if value in there:
-                    reads.add(value.storage)
-                else:
-                    pending.append(value)
+        reads = {value.storage for value in view.alone(number).all_sources}
         found[number] = frozenset(reads & droppable) - {number}
     return found

@@ -14,6 +14,7 @@ from leanstep.ir.blocks import Sequentials
 from leanstep.planner.options import CallOptions, OptionFinder
 from leanstep.planner.overrides import Rule
 from leanstep.planner.problem import Layers
+from leanstep.recipes import usable_recipes
 from leanstep.solvers.base import Call, Problem
 
 
@@ -29,9 +30,12 @@ class Part:
 class Parts:
     """Every call of a step, and every run of calls that can be executed as one, when asked for."""
 
-    def __init__(self, profile: Profile, engine: str, rules: Sequence[Rule]) -> None:
-        views = [BlockGraph(profile.graph, block) for block in profile.blocks]
-        self.profile, self._names = profile, Sequentials(profile.graph)
+    def __init__(
+        self, profile: Profile, engine: str, rules: Sequence[Rule], *, exact: bool = True
+    ) -> None:
+        self.profile, self._exact = profile, exact
+        self._names = Sequentials(profile.graph)
+        views = [self._view(block) for block in profile.blocks]
         self._finder = OptionFinder(profile, views, engine, rules)
         self._layers = Layers(profile, views)
         self._runs: dict[tuple[int, int], Part] = {}
@@ -55,9 +59,12 @@ class Parts:
         if (start, stop) not in self._runs:
             block = self._joined(start, stop)
             assert block is not None, "a solver joins only where it may"
-            view = BlockGraph(self.profile.graph, block)
-            self._runs[start, stop] = self._part(view, (start, stop))
+            self._runs[start, stop] = self._part(self._view(block), (start, stop))
         return self._runs[start, stop]
+
+    def _view(self, block: Block) -> BlockGraph:
+        recipes = usable_recipes(self.profile, block, exact=self._exact)
+        return BlockGraph(self.profile.graph, block, recipes)
 
     def _joined(self, start: int, stop: int) -> Block | None:
         return self._names.join(self.profile.blocks[start:stop])

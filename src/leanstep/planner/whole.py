@@ -27,6 +27,7 @@ class Space:
     rules: tuple[Rule, ...]
     parts: Parts
     problem: Problem
+    exact: bool = True
 
     @property
     def views(self) -> tuple[BlockGraph, ...]:
@@ -68,6 +69,7 @@ def plan(
     solver: str | Solver = "auto",
     engine: str = "auto",
     overrides: Mapping[str, str] | None = None,
+    exact: bool = True,
 ) -> Plan:
     """Decide what each block call drops, so that the step fits the budget in the least time.
 
@@ -80,6 +82,7 @@ def plan(
             it can.
         overrides: what to keep or recompute in any case, by module or by op in a module:
             `{"encoder.*.attention": "recompute", "*::aten.mm": "keep"}`. Later ones win.
+        exact: false also allows cheap replays that were not seen to give the same bits.
 
     Raises:
         BudgetError: no plan fits; it names the least peak that can be asked for.
@@ -87,20 +90,25 @@ def plan(
     """
     find_solver(solver)
     budget_bytes = parse_budget(budget, unplanned_peak_bytes=profile.peak_bytes)
-    return plan_in(prepare(profile, engine, overrides), budget_bytes, solver=solver)
+    space = prepare(profile, engine, overrides, exact=exact)
+    return plan_in(space, budget_bytes, solver=solver)
 
 
 def prepare(
-    profile: Profile, engine: str = "auto", overrides: Mapping[str, str] | None = None
+    profile: Profile,
+    engine: str = "auto",
+    overrides: Mapping[str, str] | None = None,
+    *,
+    exact: bool = True,
 ) -> Space:
     """Find every option of every block call; `plan_in` then answers budgets quickly."""
     check_engine(engine)
-    return _prepared(profile, engine, parse_rules(profile, overrides))
+    return _prepared(profile, engine, parse_rules(profile, overrides), exact=exact)
 
 
-def _prepared(profile: Profile, engine: str, rules: tuple[Rule, ...]) -> Space:
-    parts = Parts(profile, engine, rules)
-    return Space(profile, engine, rules, parts, parts.problem())
+def _prepared(profile: Profile, engine: str, rules: tuple[Rule, ...], *, exact: bool) -> Space:
+    parts = Parts(profile, engine, rules, exact=exact)
+    return Space(profile, engine, rules, parts, parts.problem(), exact)
 
 
 def plan_in(space: Space, budget_bytes: int, *, solver: str | Solver = "auto") -> Plan:
@@ -118,6 +126,7 @@ def plan_in(space: Space, budget_bytes: int, *, solver: str | Solver = "auto") -
         solver=found_solver.name,
         budget_bytes=budget_bytes,
         bound_seconds=bound_seconds(space, solution, budget_bytes),
+        exact=space.exact,
     )
     promised = (solution.problem or space.problem).peak_bytes(solution.picks)
     assert found.peak_bytes == promised <= budget_bytes, "problem and simulator must agree"
@@ -173,5 +182,5 @@ def _to_blame(space: Space, budget_bytes: int, solver: Solver) -> tuple[str, ...
 
 def _fits_without(space: Space, rules: Sequence[Rule], budget_bytes: int, solver: Solver) -> bool:
     left = tuple(rule for rule in space.rules if rule not in rules)
-    freer = _prepared(space.profile, space.engine, left)
+    freer = _prepared(space.profile, space.engine, left, exact=space.exact)
     return solver.solve(freer.problem, budget_bytes).is_found

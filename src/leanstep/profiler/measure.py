@@ -9,6 +9,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -73,15 +74,26 @@ def _progress(items: Sequence[Item], description: str) -> Iterable[Item]:
 
 def _seconds(spec: CallSpec, device: torch.device) -> float:
     # Forked before the arguments are made: they are drawn, too.
-    with torch.no_grad(), torch.random.fork_rng(devices=_cuda_devices(device)):
-        args = [_argument(arg) for arg in spec.args]
-        kwargs = {name: _argument(arg) for name, arg in spec.kwargs}
+    with torch.no_grad(), forked(device):
+        args, kwargs = made_up(spec)
+        return median_run_seconds(lambda: spec.func(*args, **kwargs), device)
 
-        def run() -> None:
-            spec.func(*args, **kwargs)
 
-        run()
-        return _time_cuda(run, device) if device.type == "cuda" else _time_cpu(run)
+def forked(device: torch.device) -> AbstractContextManager[None]:
+    """Leave the random generators where they are."""
+    return torch.random.fork_rng(devices=_cuda_devices(device))
+
+
+def made_up(spec: CallSpec) -> tuple[list[Any], dict[str, Any]]:
+    """Made-up arguments for a call."""
+    args = [_argument(arg) for arg in spec.args]
+    return args, {name: _argument(arg) for name, arg in spec.kwargs}
+
+
+def median_run_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """The time of a warm run."""
+    run()
+    return _time_cuda(run, device) if device.type == "cuda" else _time_cpu(run)
 
 
 def _time_cpu(run: Callable[[], object]) -> float:

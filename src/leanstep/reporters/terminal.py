@@ -137,6 +137,8 @@ def _closing(plan: Plan, verdict: Verdict | None) -> Iterator[str]:
     )
     if verdict is None:
         yield "not verified: fit(..., verify=True) runs both versions and compares every number"
+    elif verdict.inexact_allowed and not verdict.exact:
+        yield _inexact(verdict)
     elif verdict.exact:
         yield "loss, gradients, buffers and random state: bit-equal to the untouched model"
     elif not verdict.different:
@@ -152,3 +154,14 @@ def _closing(plan: Plan, verdict: Verdict | None) -> Iterator[str]:
     yield from plan.notes
     if verdict is not None:
         yield f"measured: {'; '.join(verdict.assumptions)}"
+
+
+def _inexact(verdict: Verdict) -> str:
+    differ = len(verdict.different) + len(verdict.within_spread)
+    said = (
+        f"inexact recipes were allowed: {differ} tensors are not bit-equal, largest relative "
+        f"difference {verdict.largest_difference:.1g}"
+    )
+    if not verdict.beyond_tolerance:
+        return said
+    return f"{said}; FURTHER OFF THAN ROUNDING: {', '.join(verdict.beyond_tolerance[:5])}"
