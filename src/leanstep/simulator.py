@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from leanstep.blockgraph import BlockGraph
+from leanstep.blockgraph import BlockGraph, views_of
 from leanstep.effects import Effect, Replay, Shift, decision_effect
-from leanstep.ir import Category, Graph, Op, Plan, Point, Profile, Timeline
+from leanstep.ir import Block, Category, Engine, Graph, Op, Plan, Point, Profile, Timeline
 
 
 def simulate(profile: Profile, plan: Plan | None = None) -> Timeline:
@@ -22,11 +22,19 @@ def simulate(profile: Profile, plan: Plan | None = None) -> Timeline:
 
 def plan_effects(profile: Profile, plan: Plan) -> list[Effect]:
     """The effect of each decision that changes something."""
-    blocks = {(b.path, b.occurrence, b.children): b for b in profile.blocks}
-    return [
-        decision_effect(BlockGraph(profile.graph, blocks[d.path, d.occurrence, d.children]), d)
-        for d in plan.changed
-    ]
+    views = {_name(view.block): view for view in views_of(profile.graph, profile.blocks)}
+    effects = []
+    for decision, after in plan.pairs:
+        view = views[decision.path, decision.occurrence, decision.children]
+        if after is None or not after.takes_border:
+            view = BlockGraph(profile.graph, view.block)
+        if decision.engine is not Engine.UNTOUCHED:
+            effects.append(decision_effect(view, decision))
+    return effects
+
+
+def _name(block: Block) -> tuple[str, int, tuple[str, ...]]:
+    return block.path, block.occurrence, block.children
 
 
 def timeline(profile: Profile, effects: Sequence[Effect]) -> Timeline:

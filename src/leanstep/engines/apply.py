@@ -1,6 +1,6 @@
 """Apply a plan to a model, and undo it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,10 +60,11 @@ def apply(model: torch.nn.Module, plan: Plan) -> Applied:
     applied = Applied(model, plan)
     rounds = Round()
     watch = SizeWatch(plan.peak_bytes, plan.movable_bytes, plan.budget_bytes)
+    givers = {decision for decision, after in plan.pairs if after and after.takes_border}
     for path, decisions in by_path.items():
         if all(decision.engine is Engine.UNTOUCHED for decision in decisions):
             continue
-        applied.put(modules[path], _runner(path, decisions, rounds, watch))
+        applied.put(modules[path], _runner(path, decisions, rounds, watch, givers))
     return applied
 
 
@@ -88,15 +89,18 @@ def _runner(
     decisions: list[Decision],
     rounds: Round,
     watch: SizeWatch,
+    givers: Collection[Decision],
 ) -> Callable[..., Any]:
     if not decisions[0].children:
-        return BlockRuntime(path, decisions, rounds, watch)
+        return BlockRuntime(path, decisions, rounds, watch, givers)
     stretches: dict[tuple[str, ...], list[Decision]] = {}
     for decision in decisions:
         stretches.setdefault(decision.children, []).append(decision)
     return SequentialRuntime(
         {
-            children: BlockRuntime(f"{path}[{children[0]}:{children[-1]}]", own, rounds, watch)
+            children: BlockRuntime(
+                f"{path}[{children[0]}:{children[-1]}]", own, rounds, watch, givers
+            )
             for children, own in stretches.items()
         }
     )

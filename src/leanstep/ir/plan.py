@@ -1,5 +1,6 @@
 """What to change: one decision for each block call."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -23,6 +24,10 @@ class Decision:
     `drop` names the storages that autograd shall not hold, each by the op that allocated it and
     its place among that op's new storages (`aten.addmm.default#3:0`). Under `module`
     everything inside is dropped and `drop` is empty. `why` is for people.
+
+    An output that the next call saves, the border between the two, may be among them if the next
+    decision says `border_in`: that call then runs with hooks (`replay`) even if it drops nothing
+    itself, and its first request in backward brings the border back.
     """
 
     path: str
@@ -34,6 +39,12 @@ class Decision:
     dropped_bytes: int
     extra_seconds: float
     why: str
+    border_in: bool = False
+
+    @property
+    def takes_border(self) -> bool:
+        """Whether the call gets its input in backward from the call before."""
+        return self.border_in and self.engine is Engine.REPLAY
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +79,11 @@ class Plan:
     def changed(self) -> tuple[Decision, ...]:
         """The decisions that change a block."""
         return tuple(d for d in self.decisions if d.engine is not Engine.UNTOUCHED)
+
+    @property
+    def pairs(self) -> Iterator[tuple[Decision, Decision | None]]:
+        """Every decision with the one about the next call of the step."""
+        return zip(self.decisions, (*self.decisions[1:], None), strict=False)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""

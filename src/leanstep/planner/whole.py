@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from leanstep.blockgraph import BlockGraph
+from leanstep.blockgraph import BlockGraph, views_of
 from leanstep.errors import BudgetError
 from leanstep.ir import Plan, Profile
 from leanstep.planner.lower import effects, lower
@@ -92,7 +92,7 @@ def prepare(
 
 
 def _prepared(profile: Profile, engine: str, rules: tuple[Rule, ...]) -> Space:
-    views = tuple(BlockGraph(profile.graph, block) for block in profile.blocks)
+    views = views_of(profile.graph, profile.blocks)
     options = find_options(profile, views, engine, rules)
     return Space(profile, engine, rules, views, options, build_problem(profile, views, options))
 
