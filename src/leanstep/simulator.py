@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from leanstep.blockgraph import BlockGraph, views_of
 from leanstep.effects import Effect, Replay, Shift, decision_effect
+from leanstep.errors import PlanError
 from leanstep.ir import Block, Category, Engine, Graph, Op, Plan, Point, Profile, Timeline
 
 
@@ -24,13 +25,34 @@ def plan_effects(profile: Profile, plan: Plan) -> list[Effect]:
     """The effect of each decision that changes something."""
     views = {_name(view.block): view for view in views_of(profile.graph, profile.blocks)}
     effects = []
+    gone: frozenset[int] = frozenset()
     for decision, after in plan.pairs:
         view = views[decision.path, decision.occurrence, decision.children]
         if after is None or not after.takes_border:
             view = BlockGraph(profile.graph, view.block)
+        gone = _check_borders(view, view.storages_named(decision.drop), gone)
         if decision.engine is not Engine.UNTOUCHED:
             effects.append(decision_effect(view, decision))
     return effects
+
+
+def _check_borders(
+    view: BlockGraph, dropped: frozenset[int], gone: frozenset[int]
+) -> frozenset[int]:
+    """Raise unless what is dropped can go; `gone` are the borders that the call before drops."""
+    if held := dropped.difference(view.saved, view.borders):
+        key = view.storage_key(min(held))
+        raise PlanError(
+            f"{view.block.name} drops {key}, which others hold: "
+            "an output can go if the next call takes it (border_in)"
+        )
+    borders = dropped.intersection(view.borders)
+    if borders and not gone.isdisjoint(view.reads_input_early(dropped)):
+        raise PlanError(
+            f"{view.block.name} drops its input and its output, and rebuilding the output reads "
+            "the input before it is there: drop one of them"
+        )
+    return borders
 
 
 def _name(block: Block) -> tuple[str, int, tuple[str, ...]]:
