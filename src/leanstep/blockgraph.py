@@ -154,13 +154,14 @@ class BlockGraph:
     def _is_border(self, value: Value) -> bool:
         assert self.later is not None
         number = value.storage
-        if number not in self.own_storages or number in self._asked_inside | self._read_elsewhere:
+        if number not in self.own_storages or number in self._asked_inside:
             return False
         near = [v for v in self._saved_by(self.block) + self._saved_by(self.later) if v == value]
         return (
             value == self._final(number)
             # Every save of it, and all of them as it is in the end.
             and 0 < len(near) == _saves_per_storage(self.graph)[number]
+            and number not in self._read_elsewhere
             and self.graph.storages[number].natural_death < self.border_request
             and self._can_rebuild([number], [value])
         )

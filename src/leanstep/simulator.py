@@ -30,7 +30,8 @@ def plan_effects(profile: Profile, plan: Plan) -> list[Effect]:
         view = views[decision.path, decision.occurrence, decision.children]
         if after is None or not after.takes_border:
             view = BlockGraph(profile.graph, view.block)
-        gone = _check_borders(view, view.storages_named(decision.drop), gone)
+        dropped = view.storages_named(decision.drop) if decision.drop else frozenset[int]()
+        gone = _check_borders(view, dropped, gone) if dropped else dropped
         if decision.engine is not Engine.UNTOUCHED:
             effects.append(decision_effect(view, decision))
     return effects

@@ -416,6 +416,32 @@ def test_measured_memory_is_what_was_predicted(name, inside) -> None:
     assert measured <= plan.peak_bytes <= 1.01 * measured
 
 
+class Reversed(Pairs):
+    """Hands each pair on in the other order."""
+
+    def forward(self, x):
+        pair = (x, x)
+        for block in self.blocks:
+            pair = block(pair[::-1])
+        return pair[0] * pair[1]
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["borders", "all"])
+@pytest.mark.parametrize("name", ["normed", "random_normed", "written", "pairs", "reversed"])
+def test_measured_memory_of_small_blocks_is_what_was_predicted(lab, name, inside) -> None:
+    bodies = {"normed": normed, "random_normed": random_normed, "written": written}
+    pairs = {"pairs": Pairs, "reversed": Reversed}.get(name)
+    batch = torch.randn(4096, lab.WIDTH)
+    model = lab.stack_of(bodies[name], 4) if pairs is None else pairs(lab.WIDTH)
+    profile = leanstep.profile(model, batch, lab.mean_square)
+
+    plan = careful_plan(profile, inside)
+    measured = measured_peak(TrainingStep(model, batch, lab.mean_square), profile, plan)
+
+    assert any(decision.takes_border for decision in plan.decisions)
+    assert measured <= plan.peak_bytes <= 1.01 * measured
+
+
 @pytest.mark.parametrize("name", ["bert-tiny", "resnet-tiny"])
 def test_dropping_borders_lowers_the_peak(name) -> None:
     model, batch, loss, _ = models.build(name, **BUILT[name])

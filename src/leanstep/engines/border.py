@@ -34,6 +34,11 @@ class Border:
         self._ref = ref
         self._tensor: torch.Tensor | None = None
 
+    @property
+    def number(self) -> int:
+        """The storage's number in the call that made it."""
+        return self._ref.value.storage
+
     def tensor(self) -> torch.Tensor:
         """The output as it was; other looks at it share its storage."""
         if self._tensor is None:
@@ -111,8 +116,11 @@ class Gate:
 
     def open(self) -> None:
         """Bring every border back; whoever needs one holds it from here on."""
+        if not self._waiting:
+            return
         waiting, self._waiting = self._waiting, []
-        for border in waiting:
+        # In the order they were made, whatever the order of the arguments: as simulated.
+        for border in sorted(waiting, key=lambda border: border.number):
             border.tensor()
 
 
