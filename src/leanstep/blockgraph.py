@@ -1,6 +1,7 @@
 """One block call seen alone: what autograd holds for it, what may be dropped, what rebuilds it."""
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
@@ -42,14 +43,35 @@ NEVER_RERUN = frozenset(
 class BlockGraph:
     """The part of a step's graph that belongs to one block call.
 
-    `recipes` are the ops whose cheap replay may be used, by index.
+    `recipes` are the ops whose cheap replay may be used, by index. `later` is the next block call
+    of the step: the border between the two, an output of this call that the next one reads, can be
+    dropped too. `read_elsewhere` are the storages that a third call reads.
     """
 
     def __init__(
-        self, graph: Graph, block: Block, recipes: Mapping[int, RecipeCost] | None = None
+        self,
+        graph: Graph,
+        block: Block,
+        recipes: Mapping[int, RecipeCost] | None = None,
+        *,
+        later: Block | None = None,
+        read_elsewhere: frozenset[int] = frozenset(),
     ) -> None:
-        self.graph, self.block, self.recipes = graph, block, recipes or {}
+        self.graph, self.block, self.later = graph, block, later
+        self.recipes = recipes or {}
+        self._read_elsewhere = read_elsewhere
         self._alone: dict[int, Program] = {}
+
+    def with_recipes(self, recipes: Mapping[int, RecipeCost]) -> "BlockGraph":
+        """The same call where some cheap replays may be used."""
+        elsewhere = self._read_elsewhere
+        return BlockGraph(
+            self.graph, self.block, recipes, later=self.later, read_elsewhere=elsewhere
+        )
+
+    def without_border(self) -> "BlockGraph":
+        """The same call where its output stays."""
+        return BlockGraph(self.graph, self.block, self.recipes)
 
     @functools.cached_property
     def saves(self) -> tuple[Save, ...]:
@@ -151,9 +173,83 @@ class BlockGraph:
             self._alone[storage] = self.program([storage])
         return self._alone[storage]
 
+    @functools.cached_property
+    def borders(self) -> tuple[int, ...]:
+        """The outputs that the next call needs and that can be dropped.
+
+        Backward rebuilds such a one when it first asks for anything that the next call saved.
+        """
+        later = self.later
+        if later is None or self.border_request < later.stop:
+            return ()
+        found = {value.storage: value for value in self._saved_by(later) + self._read_by(later)}
+        return tuple(sorted(s for s, value in found.items() if self._is_border(value)))
+
+    @functools.cached_property
+    def border_request(self) -> int:
+        """The position where backward first asks for something that the next call saved."""
+        own = set(() if self.later is None else self.later.saves)
+        return next((u.position for u in self.graph.unpacks if u.save in own), -1)
+
+    def border_release(self, storage: int) -> int:
+        """The position until which the next call holds a rebuilt border."""
+        assert self.later is not None
+        if any(save.value.storage == storage for save in self.saves):
+            # Its recorded life says nothing about how long the next call's replays start from it.
+            return max(self.graph.saves[index].release for index in self.later.saves)
+        return max(self.graph.storages[storage].death, self.border_request) + 1
+
+    def reads_input_early(self, dropped: Collection[int]) -> frozenset[int]:
+        """The activations of earlier calls that rebuilding the dropped borders starts from.
+
+        They are needed before backward asks for anything that this call saved: the border before
+        this call, if it is among them, is not there yet if it was dropped too.
+        """
+        sources = self.program(dropped).sources
+        return frozenset(
+            source.storage
+            for value in self.border_values(dropped).values()
+            for source in sources[value]
+            if source.storage not in self.own_storages
+            and self.graph.storages[source.storage].category is Category.ACTIVATION
+        )
+
+    def _saved_by(self, block: Block) -> list[Value]:
+        return [self.graph.saves[index].value for index in block.saves]
+
+    def _read_by(self, block: Block) -> list[Value]:
+        ops = self.graph.ops[block.start : block.stop]
+        return [value for op in ops for value in op.reads]
+
+    def _is_border(self, value: Value) -> bool:
+        assert self.later is not None
+        number = value.storage
+        if number not in self.own_storages or number in self._asked_inside:
+            return False
+        near = [v for v in self._saved_by(self.block) + self._saved_by(self.later) if v == value]
+        return (
+            value == self._final(number)
+            # Every save of it, and all of them as it is in the end.
+            and 0 < len(near) == _saves_per_storage(self.graph)[number]
+            and number not in self._read_elsewhere
+            and self.graph.storages[number].natural_death < self.border_request
+            and can_rebuild(value, self.makers, self.available([number]))
+        )
+
+    def _final(self, storage: int) -> Value:
+        return Value(storage, _final_versions(self.graph)[storage])
+
     def program(self, dropped: Collection[int]) -> Program:
-        """What runs again when these storages are dropped."""
+        """What runs again when these storages are dropped; a border is asked for once more."""
+        return self._program(dropped, self.border_values(dropped).values())
+
+    def border_values(self, dropped: Collection[int]) -> dict[int, Value]:
+        """The borders among the dropped storages, as the next call needs them."""
+        return {s: self._final(s) for s in self.borders if s in dropped}
+
+    def _program(self, dropped: Collection[int], borders: Collection[Value]) -> Program:
         wanted = Counter(save.value for save in self.saves if save.value.storage in dropped)
+        wanted.update(borders)
         return build_program(self.reruns, wanted, self.available(dropped), self.cheap_reruns)
 
     def available(self, dropped: Collection[int]) -> "Available":
@@ -187,6 +283,29 @@ class BlockGraph:
             for storage, place in births(self.graph.ops[index], self.graph, index):
                 keys[storage] = f"{op_key}:{place}"
         return keys
+
+
+def views_of(graph: Graph, blocks: Sequence[Block]) -> tuple[BlockGraph, ...]:
+    """Every block call with its neighbour: the call that comes next in the step."""
+    order = sorted(range(len(blocks)), key=lambda place: blocks[place].start)
+    followers = {place: blocks[after] for place, after in itertools.pairwise(order)}
+    elsewhere = _read_elsewhere(graph, [blocks[place] for place in order])
+    return tuple(
+        BlockGraph(graph, block, later=followers.get(place), read_elsewhere=elsewhere)
+        for place, block in enumerate(blocks)
+    )
+
+
+def _read_elsewhere(graph: Graph, blocks: Sequence[Block]) -> frozenset[int]:
+    """The storages that a call reads although neither it nor the call before made them."""
+    return frozenset(
+        value.storage
+        for before, block in itertools.pairwise([None, *blocks])
+        if block is not None
+        for op in graph.ops[block.start : block.stop]
+        for value in op.reads
+        if graph.storages[value.storage].birth < (before or block).start
+    )
 
 
 class Available:

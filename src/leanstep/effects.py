@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from leanstep.blockgraph import STATISTICS_ARE_OPTIONAL, BlockGraph, births, is_generator
-from leanstep.ir import Category, Decision, Engine, Profile, RecipeCost, Unpack
+from leanstep.ir import Category, Decision, Engine, Profile, RecipeCost, Value
 from leanstep.rebuild import Run, Session
 
 # The state of torch's CPU generator, held for a block whose draws are replayed.
@@ -69,14 +69,18 @@ def decision_effect(view: BlockGraph, decision: Decision) -> Effect:
         case Engine.UNTOUCHED:
             return Effect()
         case Engine.REPLAY:
-            return replay_effect(view, view.storages_named(decision.drop))
+            dropped = view.storages_named(decision.drop)
+            return replay_effect(view, dropped, border_in=decision.border_in)
         case Engine.MODULE:
             return module_effect(view)
 
 
-def replay_effect(view: BlockGraph, dropped: Collection[int]) -> Effect:
-    """What it does to the step when a block's storages are dropped and replayed."""
-    if not dropped:
+def replay_effect(view: BlockGraph, dropped: Collection[int], *, border_in: bool = False) -> Effect:
+    """What it does to the step when a block's storages are dropped and replayed.
+
+    With `border_in` the call runs with hooks even if it drops nothing of its own.
+    """
+    if not dropped and not border_in:
         return Effect()
     return _ReplayEffect(view, frozenset(dropped)).effect()
 
@@ -87,6 +91,7 @@ class _ReplayEffect:
     def __init__(self, view: BlockGraph, dropped: frozenset[int]) -> None:
         self.view, self.graph, self.dropped = view, view.graph, dropped
         self.program = view.program(dropped)
+        self.borders = view.border_values(dropped)
         self.session = Session(self.program)
         self.shifts: list[Shift] = []
         self.replays: list[Replay] = []
@@ -97,8 +102,8 @@ class _ReplayEffect:
         """Walk the events of backward in order."""
         self._end_early()
         self._hold_sources()
-        for unpack in self._events():
-            self._answer(unpack)
+        for position, value, release in self._events():
+            self._answer(position, value, release)
         for storage, start in list(self.born.items()):
             self._end(storage, start, len(self.graph.ops) + 1)
         return Effect(tuple(self.shifts), tuple(self.replays))
@@ -106,7 +111,11 @@ class _ReplayEffect:
     def _end_early(self) -> None:
         for number in self.dropped:
             storage = self.graph.storages[number]
-            self._shift(number, storage.natural_death + 1, storage.death + 1, sign=-1)
+            early = storage.natural_death + 1
+            if number in self.borders and self.view.later is not None:
+                # The next call holds its arguments to its end.
+                early = max(early, self.view.later.stop)
+            self._shift(number, early, storage.death + 1, sign=-1)
 
     def _hold_sources(self) -> None:
         # While a call is recorded, the generator's state and what it reads from outside are held;
@@ -118,9 +127,12 @@ class _ReplayEffect:
         for number in outside_reads(self.view):
             self._shift(number, self.graph.storages[number].death + 1, self.view.block.stop)
         until: dict[int, int] = {}
-        for save in self.view.saves:
-            for source in self.program.sources.get(save.value, ()):
-                until[source.storage] = max(until.get(source.storage, 0), save.release)
+        needed = [(save.value, save.release) for save in self.view.saves]
+        # A border lets go of its sources as soon as it is there.
+        needed += [(value, self.view.border_request + 1) for value in self.borders.values()]
+        for value, release in needed:
+            for source in self.program.sources.get(value, ()):
+                until[source.storage] = max(until.get(source.storage, 0), release)
         ends = max(until.values(), default=block.stop)
         self.shifts.append(Shift(block.start, ends, NUMBERS_BYTES, Category.TEMPORARY))
         for number, release in until.items():
@@ -136,33 +148,39 @@ class _ReplayEffect:
         held = Shift(self.view.block.stop, release, GENERATOR_BYTES, Category.GENERATOR)
         self.shifts.append(held)
 
-    def _events(self) -> list[Unpack]:
-        """What happens to the dropped saves, in order: a request, or being let go unasked."""
+    def _events(self) -> list[tuple[int, Value, int]]:
+        """What happens to the dropped saves, in order: a request, or being let go unasked.
+
+        Each is a position, a value, and the position where it is let go.
+        """
         own = {
-            index
+            index: self.graph.saves[index]
             for index in self.view.block.saves
             if self.graph.saves[index].value.storage in self.dropped
         }
         requests = [unpack for unpack in self.view.unpacks if unpack.save in own]
         asked = {unpack.save for unpack in requests}
-        unasked = [Unpack(save, self.graph.saves[save].release) for save in own - asked]
+        unasked = [(s.release, s.value, s.release) for i, s in own.items() if i not in asked]
+        borders = [
+            (self.view.border_request, value, self.view.border_release(number))
+            for number, value in self.borders.items()
+        ]
+        asks = [(u.position, own[u.save].value, own[u.save].release) for u in requests]
         # Sorting is stable: at one position, what is let go comes before what is asked for.
-        return sorted(unasked + requests, key=lambda unpack: unpack.position)
+        return sorted(unasked + borders + asks, key=lambda event: event[0])
 
-    def _answer(self, unpack: Unpack) -> None:
-        save = self.graph.saves[unpack.save]
-        is_request = unpack.position < save.release
+    def _answer(self, position: int, value: Value, release: int) -> None:
+        is_request = position < release
         level, steps = 0, []
-        for run in self.session.request(save.value) if is_request else ():
+        for run in self.session.request(value) if is_request else ():
             steps.append((run.op, level, level + self._rise_bytes(run)))
-            level += self._after(run, unpack.position)
+            level += self._after(run, position)
         for op, live, peak in steps:
             recipe = self.view.recipes[op.index] if op.is_recipe else None
-            replay = Replay(op.index, unpack.position, live - level, peak - level, recipe)
-            self.replays.append(replay)
-        storage = save.value.storage
-        self.release[storage] = max(self.release.get(storage, 0), save.release)
-        if self.session.served(save.value) and storage in self.born:
+            self.replays.append(Replay(op.index, position, live - level, peak - level, recipe))
+        storage = value.storage
+        self.release[storage] = max(self.release.get(storage, 0), release)
+        if self.session.served(value) and storage in self.born:
             self._end(storage, self.born.pop(storage), self.release.pop(storage))
 
     def _rise_bytes(self, run: Run) -> int:

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from leanstep.blockgraph import BlockGraph
+from leanstep.blockgraph import BlockGraph, views_of
 from leanstep.effects import Effect, Replay, Shift, decision_effect
-from leanstep.ir import Block, Category, Decision, Graph, Op, Plan, Point, Profile, Timeline
+from leanstep.errors import PlanError
+from leanstep.ir import Category, Decision, Engine, Graph, Op, Plan, Point, Profile, Timeline
 from leanstep.ir.blocks import find_block
 
 
@@ -23,20 +24,47 @@ def simulate(profile: Profile, plan: Plan | None = None) -> Timeline:
 
 def plan_effects(profile: Profile, plan: Plan) -> list[Effect]:
     """The effect of each decision that changes something."""
-    return [
-        decision_effect(_decided(profile, find_block(profile, decision), decision), decision)
-        for decision in plan.changed
-    ]
+    blocks = [find_block(profile.graph, profile.blocks, decision) for decision in plan.decisions]
+    views = views_of(profile.graph, blocks)
+    effects = []
+    gone: frozenset[int] = frozenset()
+    for view, (decision, after) in zip(views, plan.pairs, strict=True):
+        if after is None or not after.takes_border:
+            view = view.without_border()
+        view = _with_recipes(profile, view, decision)
+        dropped = view.storages_named(decision.drop) if decision.drop else frozenset[int]()
+        gone = _check_borders(view, dropped, gone) if dropped else dropped
+        if decision.engine is not Engine.UNTOUCHED:
+            effects.append(decision_effect(view, decision))
+    return effects
 
 
-def _decided(profile: Profile, block: Block, decision: Decision) -> BlockGraph:
+def _check_borders(
+    view: BlockGraph, dropped: frozenset[int], gone: frozenset[int]
+) -> frozenset[int]:
+    """Raise unless what is dropped can go; `gone` are the borders that the call before drops."""
+    if held := dropped.difference(view.saved, view.borders):
+        key = view.storage_key(min(held))
+        raise PlanError(
+            f"{view.block.name} drops {key}, which others hold: "
+            "an output can go if the next call takes it (border_in)"
+        )
+    borders = dropped.intersection(view.borders)
+    if borders and not gone.isdisjoint(view.reads_input_early(dropped)):
+        raise PlanError(
+            f"{view.block.name} drops its input and its output, and rebuilding the output reads "
+            "the input before it is there: drop one of them"
+        )
+    return borders
+
+
+def _with_recipes(profile: Profile, view: BlockGraph, decision: Decision) -> BlockGraph:
     """A block call with the recipes that a decision names, and no others."""
-    view = BlockGraph(profile.graph, block)
     named = view.storages_named(decision.recipes)
     ops = (profile.graph.storages[storage].birth for storage in named)
     recipes = ((index, profile.costs[profile.graph.ops[index].cost].recipe) for index in ops)
     known = {index: recipe for index, recipe in recipes if recipe is not None}
-    return BlockGraph(profile.graph, block, known) if known else view
+    return view.with_recipes(known) if known else view
 
 
 def timeline(profile: Profile, effects: Sequence[Effect]) -> Timeline:

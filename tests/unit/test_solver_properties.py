@@ -63,7 +63,7 @@ def check_plan(profile: Profile, plan: Plan) -> None:
     assert simulate(profile, plan).peak_bytes == plan.peak_bytes <= plan.budget_bytes
     covered = []
     for decision in plan.decisions:
-        view = BlockGraph(profile.graph, find_block(profile, decision))
+        view = BlockGraph(profile.graph, find_block(profile.graph, profile.blocks, decision))
         covered.extend(range(view.block.start, view.block.stop))
         dropped = view.storages_named(decision.drop)
         assert dropped <= set(view.candidates)

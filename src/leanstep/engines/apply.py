@@ -1,6 +1,6 @@
 """Apply a plan to a model, and undo it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -63,10 +63,12 @@ def apply(model: torch.nn.Module, plan: Plan) -> Applied:
     paths = ModulePaths(model, plan.model.evaluating)
     rounds = Round()
     watch = SizeWatch(plan.peak_bytes, plan.movable_bytes, plan.budget_bytes)
+    givers = {decision for decision, after in plan.pairs if after and after.takes_border}
     for path, decisions in by_path.items():
         if all(decision.engine is Engine.UNTOUCHED for decision in decisions):
             continue
-        applied.put(modules[path], _runner(Scope(paths, path), decisions, rounds, watch))
+        runner = _runner(Scope(paths, path), decisions, rounds, watch, givers)
+        applied.put(modules[path], runner)
     return applied
 
 
@@ -93,15 +95,16 @@ def _runner(
     decisions: list[Decision],
     rounds: Round,
     watch: SizeWatch,
+    givers: Collection[Decision],
 ) -> Callable[..., Any]:
     if not decisions[0].children:
-        return BlockRuntime(scope, decisions, rounds, watch)
+        return BlockRuntime(scope, decisions, rounds, watch, givers)
     stretches: dict[tuple[str, ...], list[Decision]] = {}
     for decision in decisions:
         stretches.setdefault(decision.children, []).append(decision)
     return SequentialRuntime(
         {
-            children: BlockRuntime(replace(scope, children=children), own, rounds, watch)
+            children: BlockRuntime(replace(scope, children=children), own, rounds, watch, givers)
             for children, own in stretches.items()
         }
     )

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from leanstep.engines.context import Context, Handle, ReplayError, Source, unpack
+from leanstep.engines.context import Context, Handle, ReplayError, unpack
 from leanstep.engines.live import LiveCall
 from leanstep.engines.randomness import CudaDraw, cuda_state
-from leanstep.engines.recording import GENERATOR, RecordedOp, Ref
+from leanstep.engines.recording import GENERATOR, RecordedOp, Ref, look_at
 from leanstep.ir import Value
 from leanstep.rebuild import Program
 from leanstep.recorder.values import has_storage
-from leanstep.torch_private import storage_address
+from leanstep.torch_private import storage_address, tree_leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,7 @@ class Template:
     cuda_device: int | None
 
     shared: tuple[tuple[Attribute, ...], ...]
+    borders: tuple[tuple[int, Ref], ...] = ()
 
     def fits(self, modules: list[nn.Module]) -> bool:
         """Whether the modules' tensors that a replay starts from look as they did."""
@@ -88,6 +89,7 @@ class Template:
         return (
             self.names == other.names
             and self.saves == other.saves
+            and self.borders == other.borders
             and self.ops == other.ops
             and self.locators == other.locators
         )
@@ -98,7 +100,7 @@ def make_template(
 ) -> Template | None:
     """Turn a recorded call into a template, if a later call can find all its sources."""
     recorder = call.recorder
-    if recorder.depends_on_data or call.takes_copies:
+    if recorder.depends_on_data or call.takes_copies or call.writes_border:
         return None
     if start is None and any(op.draw for op in recorder.ops.values()):
         # There is no place to count the draws of later calls from.
@@ -129,6 +131,7 @@ def make_template(
         draws_on_cpu=program is not None and Value(GENERATOR, 0) in program.all_sources,
         cuda_device=None if start is None else start.device_index,
         shared=tuple(shared),
+        borders=tuple(call.borders),
     )
 
 
@@ -216,12 +219,21 @@ class CachedCall:
             raise self._surprise(f"saved {self._next} tensors instead of {len(template.saves)}")
         if template.program is not None:
             sources = {
-                value: Source.of(self._find(locator, arguments, modules))
+                value: self.context.source(self._find(locator, arguments, modules))
                 for value, locator in template.locators.items()
             }
             self.context.fill(template.program, template.ops, sources, random_state, start)
+        if template.borders:
+            self._give(tree_leaves(out))
         self._kept.clear()
         return out
+
+    def _give(self, leaves: list[Any]) -> None:
+        for place, ref in self.template.borders:
+            leaf = leaves[place] if place < len(leaves) else None
+            if not isinstance(leaf, torch.Tensor) or look_at(leaf, ref.value) != ref:
+                raise self._surprise("returned something else than was recorded")
+            self.context.give(leaf, ref)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if not has_storage(tensor):
@@ -240,7 +252,7 @@ class CachedCall:
         kept = tensor if tensor.is_leaf else tensor.detach()
         if place in self._wanted:
             self._kept[place] = kept
-        return Source.of(kept)
+        return self.context.packed(kept)
 
     def _check_layout(self, tensor: torch.Tensor, ref: Ref) -> None:
         if tensor.is_conj() is not ref.is_conj or tensor.is_neg() is not ref.is_neg:

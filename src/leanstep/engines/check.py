@@ -7,8 +7,9 @@ from dataclasses import replace
 import torch
 
 from leanstep.blockgraph import BlockGraph
-from leanstep.errors import PlanError
+from leanstep.errors import GraphError, PlanError
 from leanstep.ir import Decision, Engine, Identity, Plan
+from leanstep.ir.blocks import find_block
 from leanstep.recorder import record
 from leanstep.recorder.blocks import find_blocks
 from leanstep.recorder.identity import identity_of
@@ -40,17 +41,22 @@ def check_step(step: TrainingStep, plan: Plan) -> None:
     alone = replace(step, optimizer=None)
     with untouched(alone):
         graph = record(alone, Signatures())
-    blocks = {(b.path, b.occurrence, b.children): b for b in find_blocks(step.model, graph)}
+    # What was a block because the user had marked it is one here too.
+    blocks = find_blocks(step.model, graph, {decision.path for decision in plan.decisions})
     reasons = filter(None, (_other_torch(plan), plan.model.mode_difference(found)))
     hint = "".join(f" ({reason})" for reason in reasons)
+    decided = []
     for decision in plan.decisions:
-        block = blocks.pop((decision.path, decision.occurrence, decision.children), None)
-        if block is None:
-            raise _misfit(f"it decides about {decision.name}, which this step does not run", hint)
-        if unfit := _misfit_in(BlockGraph(graph, block), decision):
+        try:
+            decided.append(find_block(graph, blocks, decision))
+        except GraphError:
+            what = f"it decides about {decision.name}, which this step does not run"
+            raise _misfit(what, hint) from None
+        if unfit := _misfit_in(BlockGraph(graph, decided[-1]), decision):
             raise _misfit(unfit, hint)
-    for block in blocks.values():
-        raise _misfit(f"this step runs {block.name}, about which it says nothing", hint)
+    for block in blocks:
+        if not any(one.start <= block.start and block.stop <= one.stop for one in decided):
+            raise _misfit(f"this step runs {block.name}, about which it says nothing", hint)
 
 
 def _check_looks(plan: Plan, found: Identity) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from leanstep.engines.border import Border, Borders, BorderSource, Gate, Guarded
 from leanstep.engines.randomness import CudaDraw, cpu_draws_from, cuda_draws_from
 from leanstep.engines.recording import GENERATOR, RecordedOp, Ref
 from leanstep.errors import LeanstepError
@@ -44,12 +45,18 @@ class Source:
         return self.tensor
 
 
+AnySource = Source | BorderSource
+
+
 class ReplayError(LeanstepError):
     """A block did something else than in the recording it was run by."""
 
 
 class Context:
-    """One block call, between its forward and the end of its backward."""
+    """One block call, between its forward and the end of its backward.
+
+    Dropped inputs come in through its `gate`; dropped outputs go to `borders`.
+    """
 
     __slots__ = (
         "_buffers",
@@ -63,11 +70,20 @@ class Context:
         "_session",
         "_sources",
         "block_name",
+        "borders",
+        "gate",
         "on_backward",
     )
 
-    def __init__(self, block_name: str, on_backward: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        block_name: str,
+        on_backward: Callable[[], None],
+        gate: Gate | None = None,
+        borders: Borders | None = None,
+    ) -> None:
         self.block_name = block_name
+        self.gate, self.borders = gate, borders
         self.on_backward = on_backward
         self._buffers: dict[int, torch.Tensor] = {}
         self._session: Session | None = None
@@ -78,11 +94,26 @@ class Context:
         """Answer every request for a value with this tensor."""
         self._pinned[value] = Source.of(tensor)
 
+    def source(self, tensor: torch.Tensor) -> "AnySource":
+        """A tensor to start replays from: as it is, or the border it looks at."""
+        border = None if self.gate is None else self.gate.find(tensor)
+        return Source.of(tensor) if border is None else BorderSource(border, tensor)
+
+    def packed(self, tensor: torch.Tensor) -> "AnySource | Guarded":
+        """What autograd shall hold for a kept tensor."""
+        source = self.source(tensor)
+        return source if self.gate is None else Guarded(self.gate, source)
+
+    def give(self, tensor: torch.Tensor, ref: Ref) -> None:
+        """Note, once filled, that an output is dropped."""
+        assert self.borders is not None
+        self.borders.put(tensor, Border(self, ref))
+
     def fill(
         self,
         program: Program,
         ops: Mapping[int, RecordedOp],
-        sources: dict[Value, Source],
+        sources: dict[Value, "AnySource"],
         random_state: torch.Tensor | None,
         cuda_base: CudaDraw | None = None,
     ) -> None:
@@ -197,6 +228,8 @@ class Handle:
 
     def tensor(self) -> torch.Tensor:
         """The tensor, rebuilt."""
+        if self.context.gate is not None:
+            self.context.gate.open()
         first_time, self.asked = not self.asked, True
         if not autocast_is_on():
             return self.context.rebuild(self.ref, first_time=first_time)
@@ -211,7 +244,7 @@ class Handle:
 
 def unpack(packed: Any) -> torch.Tensor:
     """Answer autograd: a kept tensor is itself, a handle is rebuilt."""
-    if isinstance(packed, Handle):
+    if isinstance(packed, Handle | Guarded):
         return packed.tensor()
     if isinstance(packed, Source):
         return packed.unchanged("a block")

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from leanstep.engines.context import Context, Handle, Source, unpack
+from leanstep.engines.context import Context, Handle, unpack
 from leanstep.engines.recording import GENERATOR, CallRecorder, RecordedOp, Ref
 from leanstep.engines.scope import Scope
 from leanstep.ir import Value
 from leanstep.rebuild import Program, build_program
 from leanstep.recorder.values import has_storage
+from leanstep.torch_private import tree_leaves
 
 
 class LiveCall:
@@ -41,6 +42,7 @@ class LiveCall:
         self._proved: set[Value] = set()
         self._pinned: set[Value] = set()
         self._saved_at: list[int] = []
+        self.borders: list[tuple[int, Ref]] = []
 
     def run(
         self,
@@ -54,11 +56,20 @@ class LiveCall:
             hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
             with hooks, self.recorder:
                 out = forward(*args, **kwargs)
+            leaves = [] if self.context.borders is None else tree_leaves(out)
+            self._note_borders(leaves)
             self._finish()
+            for leaf, ref in self.borders:
+                self.context.give(leaves[leaf], ref)
             then(self)
             return out
         finally:
             self._close()
+
+    @property
+    def writes_border(self) -> bool:
+        """Whether the call wrote an input that was dropped."""
+        return self.context.gate is not None and bool(self.context.gate.written)
 
     @property
     def takes_copies(self) -> bool:
@@ -87,7 +98,7 @@ class LiveCall:
         kept = self.recorder.detached(tensor)
         if not self.recorder.is_outside(storage):
             self._kept[ref.value] = kept
-        return Source.of(kept)
+        return self.context.packed(kept)
 
     def _prove(self, value: Value) -> bool:
         """See whether a value can be rebuilt, and remember what that relies on."""
@@ -121,6 +132,8 @@ class LiveCall:
 
     def _before_write(self, value: Value, tensor: torch.Tensor) -> None:
         """Copy what an op is about to overwrite, if a dropped value starts from it."""
+        if self.context.gate is not None:
+            self.context.gate.write(tensor)
         if value in self._wanted and self.recorder.ref(tensor) in self._last_saves():
             self._pin(value, tensor)
         if value in self._relied_on and value not in self._copies and not self._leave(value):
@@ -151,6 +164,21 @@ class LiveCall:
         self.context.pin(value, self.recorder.detached(tensor))
         self.saves = [(ref, dropped and ref.value != value) for ref, dropped in self.saves]
 
+    def _note_borders(self, leaves: list[Any]) -> None:
+        """Find the outputs that are dropped: each is asked for once more, by the next call."""
+        given: set[int] = set()
+        for place, leaf in enumerate(leaves):
+            if not isinstance(leaf, torch.Tensor) or not has_storage(leaf):
+                continue
+            number = self.recorder.book.find(leaf)
+            if number is None or number in given or self.recorder.keys.get(number) not in self.drop:
+                continue
+            ref = self.recorder.ref(leaf)
+            if ref.value not in self._pinned and self._prove(ref.value):
+                given.add(number)
+                self.borders.append((place, ref))
+                self._wanted[ref.value] = self._wanted.get(ref.value, 0) + 1
+
     def _finish(self) -> None:
         if not self._wanted:
             return
@@ -158,7 +186,7 @@ class LiveCall:
         recipes = [op.rerun for op in self.recorder.cheap_ops.values()]
         self.program = build_program(reruns, self._wanted, self, recipes)
         sources = {
-            value: Source.of(self.source(value))
+            value: self.context.source(self.source(value))
             for value in self.program.all_sources
             if value.storage != GENERATOR
         }

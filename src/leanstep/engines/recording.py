@@ -58,6 +58,19 @@ class Ref:
         return torch_private.with_lazy_bits(look, conj=self.is_conj, neg=self.is_neg)
 
 
+def look_at(tensor: torch.Tensor, value: Value = Value(GENERATOR, 0)) -> Ref:  # noqa: B008
+    """How a tensor looks at its storage; without a value, only the look counts."""
+    return Ref(
+        value,
+        tuple(tensor.shape),
+        tensor.stride(),
+        int(tensor.storage_offset()),
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class RecordedOp:
     """One op to run again: its arguments with references, and the storages it allocates.
@@ -231,15 +244,7 @@ class CallRecorder(torch_private.TorchDispatchMode):
 
     def ref(self, tensor: torch.Tensor) -> Ref:
         """A reference to a tensor."""
-        return Ref(
-            self.value_of(tensor),
-            tuple(tensor.shape),
-            tensor.stride(),
-            int(tensor.storage_offset()),
-            tensor.dtype,
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
+        return look_at(tensor, self.value_of(tensor))
 
     def _births(self, out: Any, operator: str) -> list[tuple[int, int]]:
         births: list[tuple[int, int]] = []

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from leanstep.engines.border import Borders, Gate
 from leanstep.engines.context import Context
 from leanstep.engines.module import run_checkpointed
 from leanstep.engines.replay import Replayer
@@ -23,6 +24,7 @@ class Round:
     number: int = 0
     backward_seen: bool = False
     active: bool = False
+    borders: Borders = field(default_factory=Borders)
 
     def begin_call(self) -> int:
         """The number of the round that a call belongs to."""
@@ -61,7 +63,10 @@ class SizeWatch:
 
 
 class BlockRuntime:
-    """Run the calls of one block as its decisions say."""
+    """Run the calls of one block as its decisions say.
+
+    `givers` are the decisions whose next call takes dropped outputs.
+    """
 
     def __init__(
         self,
@@ -69,12 +74,14 @@ class BlockRuntime:
         decisions: Collection[Decision],
         rounds: Round,
         watch: SizeWatch,
+        givers: Collection[Decision] = (),
     ) -> None:
         self.name = name = scope.name
         self.decisions = sorted(decisions, key=lambda decision: decision.occurrence)
         self.replays = [
             Replayer(name, frozenset(d.drop), scope, frozenset(d.recipes)) for d in self.decisions
         ]
+        self.gives = [decision in givers for decision in self.decisions]
         self.rounds, self.watch = rounds, watch
         self._round = -1
         self._calls = 0
@@ -94,14 +101,18 @@ class BlockRuntime:
         decision = self.decisions[place]
         self.watch.see(f"{self.name}, call {place}", _tensor_bytes(args, kwargs))
         # Hooks that drop nothing would still take what a checkpoint of the user's means to drop.
-        drops_nothing = decision.engine is Engine.REPLAY and not decision.drop
+        is_replayed = decision.engine is Engine.REPLAY
+        drops_nothing = is_replayed and not decision.drop and not decision.border_in
         if decision.engine is Engine.UNTOUCHED or drops_nothing or not saving_hooks_work():
             return forward(module, *args, **kwargs)
         self.rounds.active = True
         try:
             if decision.engine is Engine.MODULE:
                 return run_checkpointed(module, forward, args, kwargs, self.rounds)
-            context = Context(self.name, self.rounds.saw_backward)
+            borders = self.rounds.borders
+            gate = Gate(borders, tree_leaves((args, kwargs))) if decision.border_in else None
+            gives = borders if self.gives[place] else None
+            context = Context(self.name, self.rounds.saw_backward, gate, gives)
             return self.replays[place].run(context, module, forward, args, kwargs)
         finally:
             self.rounds.active = False

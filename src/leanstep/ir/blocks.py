@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from leanstep.errors import GraphError
 from leanstep.ir.decision import Decision
 from leanstep.ir.graph import Block, Graph
-from leanstep.ir.profile import Profile
 
 
 def saves_in(graph: Graph, roots: set[int]) -> tuple[int, ...]:
@@ -22,13 +21,13 @@ def saves_in(graph: Graph, roots: set[int]) -> tuple[int, ...]:
     return tuple(index for index, save in enumerate(graph.saves) if save.call in inside)
 
 
-def find_block(profile: Profile, decision: Decision) -> Block:
+def find_block(graph: Graph, blocks: Sequence[Block], decision: Decision) -> Block:
     """The block that a decision is about: a listed one, or children of a Sequential made one."""
     wanted = (decision.path, decision.occurrence, decision.children)
-    for block in profile.blocks:
+    for block in blocks:
         if (block.path, block.occurrence, block.children) == wanted:
             return block
-    names = Sequentials(profile.graph)
+    names = Sequentials(graph)
     parent = names.call_of(decision.path, decision.occurrence)
     children = names.children_of(parent) if parent is not None else {}
     if parent is None or not decision.children or not set(decision.children) <= set(children):

@@ -43,6 +43,10 @@ class Decision:
     replay instead of its op. `why` is for people. `rows` are the ops that autograd saves from
     or that run again. The bytes freed are those of `OpRow`, and what the engine holds for itself
     (random state, inputs that would be gone) counts against them.
+
+    An output that the next call saves, the border between the two, may be dropped too if the next
+    decision says `border_in`: that call then runs with hooks (`replay`) even if it drops nothing
+    itself, and its first request in backward brings the border back.
     """
 
     path: str
@@ -58,6 +62,12 @@ class Decision:
     peak_freed_bytes: int = 0
     unplanned_peak_freed_bytes: int = 0
     recipes: tuple[str, ...] = ()
+    border_in: bool = False
+
+    @property
+    def takes_border(self) -> bool:
+        """Whether the call gets its input in backward from the call before."""
+        return self.border_in and self.engine is Engine.REPLAY
 
     @property
     def name(self) -> str:

@@ -1,5 +1,6 @@
 """What to change: one decision for each block call."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -48,6 +49,11 @@ class Plan:
     def changed(self) -> tuple[Decision, ...]:
         """The decisions that change a block."""
         return tuple(d for d in self.decisions if d.engine is not Engine.UNTOUCHED)
+
+    @property
+    def pairs(self) -> Iterator[tuple[Decision, Decision | None]]:
+        """Every decision with the one about the next call of the step."""
+        return zip(self.decisions, (*self.decisions[1:], None), strict=False)
 
     def explain(self) -> Explanation:
         """Say op by op what is kept, dropped and paid, and why the peak is where it is.

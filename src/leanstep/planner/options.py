@@ -102,7 +102,7 @@ class OptionFinder:
     ) -> None:
         check_engine(engine)
         self.profile, self.engine, self.rules = profile, engine, rules
-        self._readers = _foreign_readers(views)
+        self._readers = foreign_readers(views)
         self._turn = turning_point(profile.graph.ops)
         self._behind = min(self._turn, max((view.block.stop for view in views), default=0))
         self._known: dict[Hashable, tuple[BlockGraph, Frame, CallOptions]] = {}
@@ -133,7 +133,7 @@ class OptionFinder:
         return frozenset(number for number, others in readers if others.difference(members))
 
 
-def _foreign_readers(views: Sequence[BlockGraph]) -> dict[int, set[int]]:
+def foreign_readers(views: Sequence[BlockGraph]) -> dict[int, set[int]]:
     """For each storage that a call made, the other calls with an op that reads it."""
     owner = {number: index for index, view in enumerate(views) for number in view.own_storages}
     readers: dict[int, set[int]] = {}
