@@ -158,6 +158,11 @@ class BlockGraph:
         return {value: op for op in self.reruns for value in op.writes}
 
     @functools.cached_property
+    def first_request(self) -> int:
+        """The position where backward first asks for something of the call."""
+        return min((unpack.position for unpack in self.unpacks), default=len(self.graph.ops))
+
+    @functools.cached_property
     def first_release(self) -> int:
         """The position where autograd first lets go of something of the call."""
         return min((save.release for save in self.saves), default=0)

@@ -42,7 +42,7 @@ def check_step(step: TrainingStep, plan: Plan) -> None:
     with untouched(alone):
         graph = record(alone, Signatures())
     # What was a block because the user had marked it is one here too.
-    blocks = find_blocks(step.model, graph, {decision.path for decision in plan.decisions})
+    blocks = find_blocks(step.model, graph, {d.path for d in plan.decisions if not d.children})
     reasons = filter(None, (_other_torch(plan), plan.model.mode_difference(found)))
     hint = "".join(f" ({reason})" for reason in reasons)
     decided = []

@@ -5,8 +5,8 @@ out once for equal calls and moved along to the others.
 """
 
 import functools
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from leanstep.planner.fingerprint import Frame, Positions, fingerprint, frame_of
 from leanstep.planner.inside import drop_sets
 from leanstep.planner.overrides import Rule, Wishes, wishes
 from leanstep.rebuild import UnreachableError
+from leanstep.simulator import base_levels, rises
 from leanstep.solvers.base import PICOSECONDS
 
 ENGINES = ("auto", "replay", "module")
@@ -164,7 +165,7 @@ def _call_options(
         sets = [droppable] if is_joined else drop_sets(profile, view, droppable)
         found = _by_replay(profile, view, droppable, droppable & wished.recompute, sets)
         if len(found.options) > 1 or found.forced:
-            return found
+            return found if is_joined else _with_calmer(profile, view, found)
     if engine == "replay":
         return _alone(UNTOUCHED)
     return _by_module(profile, view, borders, wished)
@@ -192,6 +193,45 @@ def _by_replay(
     every = [forced, *(chosen | forced for chosen in sets)]
     options = filter(None, (drop(chosen) for chosen in dict.fromkeys(every)))
     return CallOptions(tuple(options) or (UNTOUCHED,), droppable, forced, drop)
+
+
+def _with_calmer(profile: Profile, view: BlockGraph, known: CallOptions) -> CallOptions:
+    """Add options whose replays need less memory at a time than those that drop all.
+
+    Dropping everything rebuilds everything inside the call's backward pass, and what is rebuilt
+    early waits there. Keep storages, one by one, while the highest level in that pass falls.
+    """
+    bases, tops = base_levels(profile), base_levels(profile) + rises(profile.graph)
+    *options, everything = known.options
+    current, level = everything, _inner_level(view, bases, tops, everything)
+    for _ in range(len(everything.dropped)):
+        tried = filter(None, map(known.drop, _one_less(current.dropped, known.forced)))
+        levels = [(_inner_level(view, bases, tops, o), o.seconds, o) for o in tried]
+        best = min(levels, key=lambda one: one[:2], default=None)
+        if best is None or best[0] >= level:
+            break
+        level, _, current = best
+        options.append(current)
+    # What drops all it may stays the last one.
+    return replace(known, options=(*options, everything))
+
+
+def _one_less(dropped: frozenset[int], forced: frozenset[int]) -> Iterator[frozenset[int]]:
+    for number in sorted(dropped - forced):
+        if len(dropped) > 1:
+            yield dropped - {number}
+
+
+def _inner_level(view: BlockGraph, bases: Positions, tops: Positions, option: Option) -> int:
+    """The highest level of the step while backward is in the call, with an option alone."""
+    start, stop = view.first_request, view.last_release
+    changes = np.zeros(len(bases) + 1, dtype=np.int64)
+    np.add.at(changes, np.minimum(option.shift_starts, len(bases)), option.shift_bytes)
+    np.subtract.at(changes, np.minimum(option.shift_stops, len(bases)), option.shift_bytes)
+    added = np.cumsum(changes)[:-1]
+    highest = int((tops + added)[start:stop].max(initial=0))
+    replays = (bases + added)[option.replay_positions] + option.replay_bytes
+    return max(highest, int(replays.max(initial=0)))
 
 
 def _replayed(profile: Profile, view: BlockGraph, dropped: frozenset[int]) -> Option | None:

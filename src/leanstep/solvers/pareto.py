@@ -22,6 +22,12 @@ from leanstep.solvers.relaxation import Relaxation, relax
 THINNED_STATES = (200, 1000, 5000)
 NEAR = 0.001
 
+# Questions for a lower peak at the same time: each is a walk. On a large step with many plans of
+# equal time the peak may then be a little above the lowest of them.
+MOST_QUESTIONS = 3
+SMALL_MOVES = 400
+MOST_QUESTIONS_SMALL = 64
+
 # An exact walk that would keep more states than this is given up: minutes instead of seconds.
 MOST_STATES = 200_000
 
@@ -97,8 +103,11 @@ def picoseconds(chain: Chain, path: Sequence[int]) -> int:
 def _lowered(chain: Chain, best: Path, relaxation: Relaxation) -> Path:
     """The path with the lowest peak that takes no more time."""
     limit, low, high = picoseconds(chain, best), 0, chain.peak_bytes(best)
+    is_small = sum(len(moves.stops) for moves in chain.moves) <= SMALL_MOVES
     asked = high - 1
-    while low < high:
+    for _ in range(MOST_QUESTIONS_SMALL if is_small else MOST_QUESTIONS):
+        if low >= high:
+            break
         # The prices were found for a larger budget: their bound holds for less as well.
         lower = _Walk(chain, asked, relaxation, limit=limit).path()
         if lower is None:
