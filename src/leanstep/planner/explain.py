@@ -55,8 +55,9 @@ class Account:
     def _rows(self, place: int, freed: Sequence[Counter[int]]) -> Iterator[OpRow]:
         """The ops of a call that autograd saves from or that run again."""
         view, effect, graph = self.views[place], self.effects[place], self.profile.graph
-        held = {save.value.storage for save in view.saves} & view.own_storages
-        gone = {s.storage for s in effect.shifts if s.nbytes < 0} & held
+        # An output that the next call saves may be dropped too.
+        gone = {s.storage for s in effect.shifts if s.nbytes < 0} & view.own_storages
+        held = ({save.value.storage for save in view.saves} & view.own_storages) | gone
         again = Counter(replay.op for replay in effect.replays)
         for index, name in graph.keys(view.block):
             own = [storage for storage, _ in births(graph.ops[index], graph, index)]

@@ -94,7 +94,17 @@ def fingerprint(view: BlockGraph, frame: Frame) -> Hashable:
     reads = {value for op in graph.ops[block.start : block.stop] for value in op.reads}
     available = frozenset(numbers.of(value) for value in reads if value in there)
     candidates = frozenset(numbers[number] for number in view.candidates)
-    return ops, saves, unpacks, storages, available, candidates, block.stop - block.start
+    borders = tuple(
+        (numbers.of(value), frame.relative(view.border_release(number)))
+        for number, value in view.border_values(view.borders).items()
+    )
+    later = (
+        (frame.relative(view.border_request), frame.relative(view.later.stop))
+        if borders and view.later is not None
+        else None
+    )
+    size = block.stop - block.start
+    return ops, saves, unpacks, storages, available, candidates, borders, later, size
 
 
 def _op(op: Op, numbers: _Numbers) -> Hashable:

@@ -32,6 +32,7 @@ def lower(
     line = timeline(profile, found)
     account = Account(profile, [part.view for part, _ in picked], found, line)
     planned, unplanned = account.peaks(droppable)
+    takes = [False, *(option.drops_border for _, option in picked)][: len(picked)]
     extra_seconds = sum(option.seconds for _, option in picked)
     return Plan(
         solver=solver,
@@ -43,8 +44,8 @@ def lower(
         extra_seconds=extra_seconds,
         bound_seconds=min(bound_seconds, extra_seconds),
         decisions=tuple(
-            replace(_decision(part, option), **account.share(place))
-            for place, (part, option) in enumerate(picked)
+            replace(_decision(part, option), **account.share(place), border_in=border_in)
+            for place, ((part, option), border_in) in enumerate(zip(picked, takes, strict=True))
         ),
         model=profile.model,
         torch_version=profile.torch_version,
@@ -103,7 +104,11 @@ def _by_recipe(view: BlockGraph, option: Option) -> tuple[str, ...]:
 def _why(option: Option, num_saved: int, num_cheap: int) -> str:
     match option.engine:
         case Engine.REPLAY:
-            dropped = f"drops {len(option.dropped)} of {num_saved} saved tensors"
+            if not option.dropped:
+                return "everything is kept but its input"
+            output = " and its output" if option.drops_border else ""
+            num_inside = len(option.dropped) - option.drops_border
+            dropped = f"drops {num_inside} of {num_saved} saved tensors{output}"
             cheaply = f", {num_cheap} of them cheaply" if num_cheap else ""
             return f"{dropped}, replays {_ops(option.num_replays)}{cheaply}"
         case Engine.MODULE:

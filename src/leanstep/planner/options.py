@@ -44,6 +44,8 @@ class Option:
     dropped: frozenset[int]
     seconds: float
     num_replays: int = 0
+    drops_border: bool = False
+    reads_border_early: bool = False
     shift_starts: Positions = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     shift_stops: Positions = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     shift_bytes: Positions = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
@@ -56,7 +58,7 @@ class Option:
             case Engine.UNTOUCHED:
                 return Effect()
             case Engine.REPLAY:
-                return replay_effect(view, self.dropped)
+                return replay_effect(view, self.dropped, border_in=not self.dropped)
             case Engine.MODULE:
                 return module_effect(view)
 
@@ -69,12 +71,14 @@ class CallOptions:
     """The options of one call: the first keeps all it may, the last drops all it may.
 
     `droppable` may be dropped in any combination that contains `forced`; `drop` simulates one.
+    `border_options` drop the call's output too, or nothing but take a dropped input.
     """
 
     options: tuple[Option, ...]
     droppable: frozenset[int]
     forced: frozenset[int]
     drop: Callable[[frozenset[int]], Option | None]
+    border_options: tuple[Option, ...] = ()
 
 
 def check_engine(engine: str) -> None:
@@ -165,7 +169,9 @@ def _call_options(
         sets = [droppable] if is_joined else drop_sets(profile, view, droppable)
         found = _by_replay(profile, view, droppable, droppable & wished.recompute, sets)
         if len(found.options) > 1 or found.forced:
-            return found if is_joined else _with_calmer(profile, view, found)
+            if is_joined:
+                return found
+            return _with_borders(profile, view, _with_calmer(profile, view, found), wished)
     if engine == "replay":
         return _alone(UNTOUCHED)
     return _by_module(profile, view, borders, wished)
@@ -214,6 +220,34 @@ def _with_calmer(profile: Profile, view: BlockGraph, known: CallOptions) -> Call
         options.append(current)
     # What drops all it may stays the last one.
     return replace(known, options=(*options, everything))
+
+
+def _with_borders(
+    profile: Profile, view: BlockGraph, known: CallOptions, wished: Wishes
+) -> CallOptions:
+    """Add options that drop the call's output, and one that keeps all but takes a dropped input.
+
+    The output is rebuilt before anything else of the call, from what is kept: what it starts from
+    is not dropped with it.
+    """
+    hooked = _option(profile, Engine.REPLAY, (), replay_effect(view, (), border_in=True))
+    borders = [number for number in view.borders if number not in wished.keep | known.droppable]
+    found = [hooked] if not known.forced else []
+    if borders:
+        border = max(borders, key=lambda number: view.graph.storages[number].nbytes)
+        program = view.program([border])
+        used = {value.storage for value in program.all_sources}
+        used.update(value.storage for op in program.reruns.values() for value in op.writes)
+        if not used & known.forced:
+            sets = dict.fromkeys((option.dropped - used) | {border} for option in known.options)
+            found.extend(_bordered(profile, view, chosen) for chosen in sets)
+    return replace(known, border_options=tuple(found))
+
+
+def _bordered(profile: Profile, view: BlockGraph, dropped: frozenset[int]) -> Option:
+    option = _option(profile, Engine.REPLAY, dropped, replay_effect(view, dropped))
+    early = bool(view.reads_input_early(dropped))
+    return replace(option, drops_border=True, reads_border_early=early)
 
 
 def _one_less(dropped: frozenset[int], forced: frozenset[int]) -> Iterator[frozenset[int]]:
@@ -315,16 +349,12 @@ def _moved(
         return frozenset(twins[number] for number in dropped)
 
     def moved(option: Option) -> Option:
-        return Option(
-            engine=option.engine,
+        return replace(
+            option,
             dropped=there(option.dropped),
-            seconds=option.seconds,
-            num_replays=option.num_replays,
             shift_starts=frame.moved(option.shift_starts, to),
             shift_stops=frame.moved(option.shift_stops, to),
-            shift_bytes=option.shift_bytes,
             replay_positions=frame.moved(option.replay_positions, to),
-            replay_bytes=option.replay_bytes,
         )
 
     droppable, forced = there(known.droppable), there(known.forced)
@@ -334,4 +364,10 @@ def _moved(
         option = known.drop(frozenset(back[number] for number in dropped if number in back))
         return None if option is None else moved(option)
 
-    return CallOptions(tuple(moved(option) for option in known.options), droppable, forced, drop)
+    return CallOptions(
+        tuple(moved(option) for option in known.options),
+        droppable,
+        forced,
+        drop,
+        tuple(moved(option) for option in known.border_options),
+    )

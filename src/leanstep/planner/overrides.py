@@ -103,7 +103,7 @@ def wishes(view: BlockGraph, rules: Sequence[Rule]) -> Wishes:
     if not rules:
         return Wishes()
     keep, recompute = set[int](), set[int]()
-    for number in view.saved:
+    for number in {*view.saved, *view.borders}:
         op = view.graph.ops[view.graph.storages[number].birth]
         action = next((r.action for r in reversed(rules) if r.matches(view.graph, op)), None)
         if action is Action.KEEP:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from leanstep.blockgraph import BlockGraph
-from leanstep.ir import Profile
+from leanstep.ir import Engine, Profile
 from leanstep.planner.cut import find_projects
 from leanstep.planner.options import CallOptions, Option
 from leanstep.simulator import base_levels, rises
@@ -53,6 +53,7 @@ class Layers:
             first=int(begin),
             drop=drop,
             find_candidates=lambda: tuple(self._candidates(view, options, asked)),
+            border_choices=tuple(self.choice(option) for option in options.border_options),
             span=span,
         )
 
@@ -74,6 +75,9 @@ class Layers:
             deltas=np.cumsum(changes)[:-1],
             replay_stretches=stretches,
             replay_tops=tops,
+            drops_border=option.drops_border,
+            takes_border=option.engine is Engine.REPLAY,
+            reads_border_early=option.reads_border_early,
         )
 
     def _first_requests(self, view: BlockGraph) -> dict[int, int]:

@@ -8,7 +8,7 @@ step happens at places where its members may do something, so it fits the stretc
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from leanstep.blockgraph import BlockGraph
+from leanstep.blockgraph import BlockGraph, views_of
 from leanstep.ir import Block, Profile
 from leanstep.ir.blocks import Sequentials
 from leanstep.planner.options import CallOptions, OptionFinder
@@ -35,7 +35,10 @@ class Parts:
     ) -> None:
         self.profile, self._exact = profile, exact
         self._names = Sequentials(profile.graph)
-        views = [self._view(block) for block in profile.blocks]
+        views = [
+            view.with_recipes(usable_recipes(profile, view.block, exact=exact))
+            for view in views_of(profile.graph, profile.blocks)
+        ]
         self._finder = OptionFinder(profile, views, engine, rules)
         self._layers = Layers(profile, views)
         self._runs: dict[tuple[int, int], Part] = {}

@@ -44,7 +44,7 @@ class Space:
         problem = solution.problem or self.problem
         parts = [self.parts.run(*call.span) for call in problem.calls]
         pairs = zip(parts, solution.picks, strict=True)
-        return [(part, _option(part.options, pick)) for part, pick in pairs]
+        return [(part, _option(part, pick)) for part, pick in pairs]
 
     @property
     def notes(self) -> list[str]:
@@ -53,11 +53,13 @@ class Space:
         return list(unmet(self.views, droppable, self.rules))
 
 
-def _option(call: CallOptions, pick: Choice) -> Option:
-    for option in call.options:
-        if option.dropped == pick.dropped:
+def _option(part: Part, pick: Choice) -> Option:
+    options = (*part.options.options, *part.options.border_options)
+    choices = (*part.call.choices, *part.call.border_choices)
+    for option, choice in zip(options, choices, strict=True):
+        if choice is pick:
             return option
-    option_for_set = call.drop(pick.dropped)
+    option_for_set = part.options.drop(pick.dropped)
     assert option_for_set is not None, "a solver picks what a call gave it"
     return option_for_set
 

@@ -12,7 +12,7 @@ any other set of its candidates with `drop`.
 import enum
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -33,6 +33,10 @@ class Choice:
 
     `deltas` are the bytes it adds to each stretch; a replay's top is the level of its stretch
     while it runs, with nothing else changed.
+
+    Where a choice `drops_border`, the call's output is rebuilt in the backward pass of the next
+    call, whose choice must be one that `takes_border`. It must not be one that
+    `reads_border_early`: that needs its input before it is there.
     """
 
     dropped: frozenset[int]
@@ -40,6 +44,9 @@ class Choice:
     deltas: Bytes = field(repr=False)
     replay_stretches: Places = field(repr=False)
     replay_tops: Bytes = field(repr=False)
+    drops_border: bool = False
+    takes_border: bool = False
+    reads_border_early: bool = False
 
     @property
     def picoseconds(self) -> int:
@@ -77,7 +84,9 @@ class Call:
     The first choice keeps all it may, the last one drops all it may. `start` and `stop` are the
     stretches of its forward pass, and `first` the one where backward first asks for something.
     `drop` simulates any set of candidates; it gives None where one of them cannot be rebuilt.
-    `span` are the calls of the step it stands for, more than one where they run as one.
+    `border_choices` are further ones that drop the call's output too, or keep everything but take
+    a dropped input; a solver that does not know about borders leaves them alone. `span` are the
+    calls of the step it stands for, more than one where they run as one.
     """
 
     name: str
@@ -87,6 +96,7 @@ class Call:
     first: int
     drop: Callable[[frozenset[int]], Choice | None] = field(repr=False)
     find_candidates: Callable[[], tuple[Candidate, ...]] = field(default=tuple, repr=False)
+    border_choices: tuple[Choice, ...] = field(default=(), repr=False)
     span: tuple[int, int] = (0, 1)
 
     @functools.cached_property
@@ -132,6 +142,13 @@ class Problem:
     def with_calls(self, calls: Iterable[Call]) -> "Problem":
         """The same step with some runs of calls made one; to be given back with the picks."""
         return Problem(self.tops, tuple(calls))
+
+    def is_possible(self, picks: Sequence[Choice]) -> bool:
+        """Whether every dropped border is taken by the next call, and in time."""
+        return not any(
+            before.drops_border and (not after.takes_border or after.reads_border_early)
+            for before, after in itertools.pairwise(picks)
+        )
 
     def peak_bytes(self, picks: Iterable[Choice]) -> int:
         """The exact peak of the step with one choice for each call."""

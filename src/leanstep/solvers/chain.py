@@ -11,6 +11,10 @@ Some bytes come free only later: autocast holds its copies of the weights until 
 one helps from there on. The step is therefore cut in two *eras* where the freed bytes of many calls
 change at once; each era has its own freed bytes, insides and gaps.
 
+A choice may drop the border between its call and the next. The output then comes back in the next
+call's backward pass, so levels there depend on both: `inside` and `gaps` have a row for each *kind*
+of border that the move before can have dropped; kind 0 is none.
+
 Not every step is that orderly. What other calls do in a stretch beyond their freed bytes is added
 at its worst over their choices. So the chain's level is never below the exact one, whatever the
 order of backward; `slack_bytes` bounds by how much it can be above.
@@ -29,13 +33,20 @@ from leanstep.solvers.base import Bytes, Call, Choice, Places, Problem
 # A level of what is not there: below every budget.
 NOWHERE = -(2**60)
 
+# A level above every budget: what must not be.
+NEVER = 2**60
+
+# Kinds of borders of one call: those of the fastest choices.
+MOST_KINDS = 8
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Moves:
     """The moves from one place of the path on, one array entry each.
 
-    `stops` is where each leads, `calls` and `choices` what it picks. `freed` and `inside` have a
-    row an era and a column a move.
+    `stops` is where each leads, `calls` and `choices` what it picks, `kinds` what it does to its
+    border. `freed` has a row an era and a column a move; `inside` also has an axis, the second, for
+    the kinds of the border before.
     """
 
     calls: tuple[Call, ...]
@@ -44,6 +55,7 @@ class Moves:
     picoseconds: Bytes
     freed: Bytes
     inside: Bytes
+    kinds: Places
 
     def at(self, places: Places) -> "Moves":
         """Some of the moves."""
@@ -53,35 +65,36 @@ class Moves:
             self.stops[places],
             self.picoseconds[places],
             self.freed[:, places],
-            self.inside[:, places],
+            self.inside[:, :, places],
+            self.kinds[places],
         )
 
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """The moves from every place; `gaps[era, i]` is the highest level while i calls are open.
+    """The moves from every place; `gaps[i]` are the highest levels while i calls are open.
 
-    `open_calls` counts the calls that are open in each stretch. `has_all_runs` says that every run
-    of calls that can be made one is among the moves.
+    `open_calls` counts the calls that are open in each stretch. `is_complete` says that every run
+    of calls that can be made one, and every choice about a border, is among the moves.
     """
 
     moves: tuple[Moves, ...]
-    gaps: Bytes
+    gaps: tuple[Bytes, ...]
     highest: Bytes
     slack: Bytes
     open_calls: Places
-    has_all_runs: bool = True
+    is_complete: bool = True
 
     @property
     def num_eras(self) -> int:
         """How many eras there are: one or two."""
-        return len(self.gaps)
+        return len(self.gaps[0])
 
     @functools.cached_property
     def last_era(self) -> "Chain":
         """The chain with its last era alone: right where the first one asks for nothing more."""
         moves = (replace(m, freed=m.freed[-1:], inside=m.inside[-1:]) for m in self.moves)
-        return replace(self, moves=tuple(moves), gaps=self.gaps[-1:])
+        return replace(self, moves=tuple(moves), gaps=tuple(gap[-1:] for gap in self.gaps))
 
     @functools.cached_property
     def held_back(self) -> Bytes:
@@ -98,14 +111,14 @@ class Chain:
 
     def peak_bytes(self, path: Sequence[int]) -> int:
         """The chain's level for a path: the number of a move at each place it comes to."""
-        freed, place = np.zeros(self.num_eras, dtype=np.int64), 0
-        peak = int(self.gaps[:, 0].max())
+        freed, place, kind = np.zeros(self.num_eras, dtype=np.int64), 0, 0
+        peak = int(self.gaps[0][:, 0].max())
         for number in path:
             moves = self.moves[place]
-            peak = max(peak, int((moves.inside[:, number] - freed).max()))
+            peak = max(peak, int((moves.inside[:, kind, number] - freed).max()))
             freed += moves.freed[:, number]
-            place = int(moves.stops[number])
-            peak = max(peak, int((self.gaps[:, place] - freed).max()))
+            place, kind = int(moves.stops[number]), int(moves.kinds[number])
+            peak = max(peak, int((self.gaps[place][:, kind] - freed).max()))
         return peak
 
     def picks(self, path: Sequence[int]) -> tuple[tuple[Call, Choice], ...]:
@@ -172,10 +185,15 @@ def _reduced(problem: Problem) -> Chain:
         )
         for index, call in enumerate(calls)
     )
-    gaps = np.full((num_eras, len(calls) + 1), NOWHERE, dtype=np.int64)
-    np.maximum.at(gaps, (era, prefix), np.where(owner < 0, raised + others, NOWHERE))
-    chain = Chain(tuple(alone), gaps, highest, slack, open_calls, not problem.joints)
-    return chain if np.any(others) else _with_runs(problem, chain, era, owner < 0)
+    gaps = np.full((len(calls) + 1, num_eras), NOWHERE, dtype=np.int64)
+    np.maximum.at(gaps, (prefix, era), np.where(owner < 0, raised + others, NOWHERE))
+    by_place = tuple(gap[:, None] for gap in gaps)
+    has_more = bool(problem.joints) or any(call.border_choices for call in calls)
+    chain = Chain(tuple(alone), by_place, highest, slack, open_calls, not has_more)
+    if np.any(others) or not has_more:
+        return chain
+    is_gap = owner < 0
+    return with_borders(problem, _with_runs(problem, chain, era, is_gap), era, is_gap)
 
 
 def _settled(problem: Problem, call: Call, window: _Window, era: Places) -> _Window:
@@ -264,7 +282,9 @@ def _moves(
     inside = np.stack(levels, axis=1)
     seconds = np.array([choice.picoseconds for choice in call.choices], dtype=np.int64)
     stops = np.full(len(seconds), index + 1, dtype=np.intp)
-    return Moves((call,) * len(seconds), call.choices, stops, seconds, freed, inside)
+    none = np.zeros(len(seconds), dtype=np.intp)
+    choices = (call,) * len(seconds), call.choices
+    return Moves(*choices, stops, seconds, freed, inside[:, None, :], none)
 
 
 def _inside(choice: Choice, tops: Bytes, others: Bytes, own_era: Places, num_eras: int) -> Bytes:
@@ -281,13 +301,16 @@ def _inside(choice: Choice, tops: Bytes, others: Bytes, own_era: Places, num_era
 
 def _undominated(moves: Moves) -> Moves:
     """The moves that are better than any other in some way; of equal ones the first."""
-    order = np.lexsort((moves.inside.max(axis=0), -moves.freed[-1], moves.picoseconds))
+    insides = moves.inside.reshape(-1, len(moves.stops))
+    order = np.lexsort((insides.max(axis=0), -moves.freed[-1], moves.picoseconds))
     kept: list[int] = []
     for place in order:
         held = np.array(kept, dtype=np.intp)
         frees = (moves.freed[:, held] >= moves.freed[:, [place]]).all(axis=0)
-        fits = (moves.inside[:, held] <= moves.inside[:, [place]]).all(axis=0)
-        leads = moves.stops[held] == moves.stops[place]
+        fits = (insides[:, held] <= insides[:, [place]]).all(axis=0)
+        leads = (moves.stops[held] == moves.stops[place]) & (
+            moves.kinds[held] == moves.kinds[place]
+        )
         if not np.any(frees & fits & leads):
             kept.append(int(place))
     return moves.at(np.array(sorted(kept), dtype=np.intp))
@@ -295,9 +318,7 @@ def _undominated(moves: Moves) -> Moves:
 
 def _with_runs(problem: Problem, chain: Chain, era: Places, is_gap: npt.NDArray[np.bool_]) -> Chain:
     """The chain with runs of joined calls as further moves."""
-    if not problem.joints:
-        return chain
-    moves, has_all_runs = [], True
+    moves, is_complete = [], True
     for start, alone in enumerate(chain.moves):
         runs: list[Moves] = []
         for run in _runs(problem, start):
@@ -305,10 +326,10 @@ def _with_runs(problem: Problem, chain: Chain, era: Places, is_gap: npt.NDArray[
             opened = chain.open_calls
             own = (start <= opened) & (opened < run.span[1]) & ~(is_gap & (opened == start))
             found = list(_run_moves(problem, run, np.where(own, era, -1), era, chain))
-            has_all_runs &= len(found) == len(run.choices) - 1
+            is_complete &= len(found) == len(run.choices) - 1
             runs.extend(found)
         moves.append(_undominated(_together([alone, *runs])))
-    return replace(chain, moves=tuple(moves), has_all_runs=has_all_runs)
+    return replace(chain, moves=tuple(moves), is_complete=is_complete)
 
 
 def _runs(problem: Problem, start: int) -> Iterator[Call]:
@@ -346,7 +367,8 @@ def _run_moves(
                 np.array([run.span[1]], dtype=np.intp),
                 np.array([choice.picoseconds], dtype=np.int64),
                 freed[:, None],
-                inside[:, None],
+                inside[:, None, None],
+                np.zeros(1, dtype=np.intp),
             )
 
 
@@ -357,5 +379,145 @@ def _together(parts: Sequence[Moves]) -> Moves:
         np.concatenate([part.stops for part in parts]),
         np.concatenate([part.picoseconds for part in parts]),
         np.concatenate([part.freed for part in parts], axis=1),
-        np.concatenate([part.inside for part in parts], axis=1),
+        np.concatenate([part.inside for part in parts], axis=2),
+        np.concatenate([part.kinds for part in parts]),
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Kind:
+    """What a dropped border does while the next call runs: bytes added, tops of replays."""
+
+    added: Bytes
+    replay_stretches: Places
+    replay_tops: Bytes
+
+    def is_like(self, other: "_Kind") -> bool:
+        return (
+            np.array_equal(self.added, other.added)
+            and np.array_equal(self.replay_stretches, other.replay_stretches)
+            and np.array_equal(self.replay_tops, other.replay_tops)
+        )
+
+
+def with_borders(
+    problem: Problem, chain: Chain, era: Places, is_gap: npt.NDArray[np.bool_]
+) -> Chain:
+    """The chain with choices that drop borders as further moves."""
+    if not any(call.border_choices for call in problem.calls):
+        return chain
+    all_moves, gaps, before = [], [chain.gaps[0]], [_no_border(problem)]
+    is_complete = chain.is_complete
+    for index, call in enumerate(problem.calls):
+        kinds = [_no_border(problem)]
+        own_era = np.where((chain.open_calls == index) & ~is_gap, era, -1)
+        parts = [chain.moves[index]]
+        for choice in sorted(call.border_choices, key=lambda choice: choice.seconds):
+            found = _border_move(problem, chain, call, choice, index, era, own_era, kinds)
+            is_complete &= found is not None
+            if found is not None:
+                parts.append(found)
+        moves = _together(parts)
+        inside = _with_kinds(problem, moves, before, own_era, chain.num_eras)
+        all_moves.append(_undominated(replace(moves, inside=inside)))
+        gap_era = np.where((chain.open_calls == index + 1) & is_gap, era, -1)
+        gaps.append(_gap_levels(problem, chain.gaps[index + 1], kinds, gap_era))
+        before = kinds
+    return replace(chain, moves=tuple(all_moves), gaps=tuple(gaps), is_complete=is_complete)
+
+
+def _no_border(problem: Problem) -> _Kind:
+    none = np.zeros(0, dtype=np.intp)
+    return _Kind(np.zeros_like(problem.tops), none, none.astype(np.int64))
+
+
+def _border_move(
+    problem: Problem,
+    chain: Chain,
+    call: Call,
+    choice: Choice,
+    index: int,
+    era: Places,
+    own_era: Places,
+    kinds: list[_Kind],
+) -> Moves | None:
+    """A choice as a move, where it fits the picture; a new kind is added to the list."""
+    opened = chain.open_calls
+    is_far = opened > index + 1 if choice.drops_border else opened > index
+    freed = np.zeros(chain.num_eras, dtype=np.int64)
+    for number in range(chain.num_eras):
+        far = choice.deltas[is_far & (era == number)]
+        freed[number] = -int(far[0]) if len(far) else 0
+    near = (opened == index + 1) & choice.drops_border
+    expected = np.where(is_far | near, -freed[era], 0)
+    beyond = np.where(own_era >= 0, 0, choice.deltas - expected)
+    replays_near = near[choice.replay_stretches]
+    is_orderly = not np.any(beyond[~near]) and bool(
+        np.all((own_era[choice.replay_stretches] >= 0) | replays_near)
+    )
+    if not is_orderly:
+        return None
+    kind = _kind_number(kinds, choice, np.where(near, beyond, 0), replays_near)
+    if kind is None:
+        return None
+    zeros = np.zeros_like(problem.tops)
+    inside = _inside(choice, problem.tops, zeros, own_era, chain.num_eras)
+    return Moves(
+        (call,),
+        (choice,),
+        np.array([index + 1], dtype=np.intp),
+        np.array([choice.picoseconds], dtype=np.int64),
+        freed[:, None],
+        inside[:, None, None],
+        np.array([kind], dtype=np.intp),
+    )
+
+
+def _kind_number(
+    kinds: list[_Kind], choice: Choice, added: Bytes, is_near: npt.NDArray[np.bool_]
+) -> int | None:
+    if not choice.drops_border:
+        return 0
+    kind = _Kind(added, choice.replay_stretches[is_near], choice.replay_tops[is_near])
+    for number, known in enumerate(kinds[1:], start=1):
+        if kind.is_like(known):
+            return number
+    if len(kinds) > MOST_KINDS:
+        return None
+    kinds.append(kind)
+    return len(kinds) - 1
+
+
+def _with_kinds(
+    problem: Problem, moves: Moves, before: Sequence[_Kind], own_era: Places, num_eras: int
+) -> Bytes:
+    """The insides of moves after each kind of border."""
+    rows = [moves.inside[:, 0, :]]
+    for kind in before[1:]:
+        row = np.full_like(rows[0], NEVER)
+        for place, (call, choice) in enumerate(zip(moves.calls, moves.choices, strict=True)):
+            is_run = call.span[1] - call.span[0] > 1
+            if is_run or not choice.takes_border or choice.reads_border_early:
+                continue
+            level = _inside(choice, problem.tops, kind.added, own_era, num_eras)
+            here = kind.replay_stretches[own_era[kind.replay_stretches] >= 0]
+            tops = kind.replay_tops[own_era[kind.replay_stretches] >= 0]
+            added = choice.deltas[here] + kind.added[here]
+            np.maximum.at(level, own_era[here], tops + added)
+            row[:, place] = level
+        rows.append(row)
+    return np.stack(rows, axis=1)
+
+
+def _gap_levels(problem: Problem, plain: Bytes, kinds: Sequence[_Kind], gap_era: Places) -> Bytes:
+    """The levels of a gap after each kind of border."""
+    columns = [plain[:, 0]]
+    stretches = np.flatnonzero(gap_era >= 0)
+    for kind in kinds[1:]:
+        level = plain[:, 0].copy()
+        np.maximum.at(level, gap_era[stretches], problem.tops[stretches] + kind.added[stretches])
+        here = kind.replay_stretches[gap_era[kind.replay_stretches] >= 0]
+        tops = kind.replay_tops[gap_era[kind.replay_stretches] >= 0]
+        np.maximum.at(level, gap_era[here], tops + kind.added[here])
+        columns.append(level)
+    return np.stack(columns, axis=1)

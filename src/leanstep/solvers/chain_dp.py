@@ -56,7 +56,12 @@ class ChainDP:
     def _all_answers(self, problem: Problem) -> Iterator[Answer]:
         chain = chain_of(problem)
         moves = [_moves(problem, chain, start) for start in range(len(problem.calls))]
-        highest = max([int(chain.gaps.max()), *(move.inside for row in moves for move in row)])
+        highest = max(
+            [
+                max(int(gap.max()) for gap in chain.gaps),
+                *(move.inside for row in moves for move in row),
+            ]
+        )
         table = _Table(chain, moves, max(1, -(-highest // self.num_units)), self.num_units)
         yield answer_of(problem, [(call, call.choices[0]) for call in problem.calls])
         for selection in table.selections():
@@ -77,13 +82,12 @@ class _Move:
 def _moves(problem: Problem, chain: Chain, start: int) -> list[_Move]:
     moves = chain.moves[start]
     # Answers are judged by their exact peaks; the later era is where the peak mostly is.
-    numbers = zip(
-        moves.calls, moves.choices, moves.freed[-1], moves.inside.max(axis=0), strict=True
-    )
+    insides = moves.inside[:, 0, :].max(axis=0)
+    numbers = zip(moves.calls, moves.choices, moves.freed[-1], insides, strict=True)
     alone = [
         _Move(call, choice, start + 1, int(freed), int(inside))
         for call, choice, freed, inside in numbers
-        if call is problem.calls[start]
+        if call is problem.calls[start] and not choice.drops_border
     ]
     runs = (problem.segment(start, stop)[0] for stop in _stops(problem, start))
     joined = [_recomputed(problem, run) for run in runs if len(run.choices) > 1]
@@ -122,7 +126,7 @@ class _Table:
         self, chain: Chain, moves: Sequence[Sequence[_Move]], unit: int, num_units: int
     ) -> None:
         self.moves, self.unit, self.num_units = moves, unit, num_units
-        self.needs = -(-chain.gaps.max(axis=0) // unit)
+        self.needs = -(-np.array([gap[:, 0].max() for gap in chain.gaps]) // unit)
         self.amounts: Bytes = np.arange(num_units + 1, dtype=np.int64)
         self.times: dict[int, Bytes] = {len(moves): np.zeros(num_units + 1, dtype=np.int64)}
         self.best: list[npt.NDArray[np.intp]] = [np.zeros(0, dtype=np.intp)] * len(moves)

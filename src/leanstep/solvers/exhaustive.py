@@ -18,7 +18,7 @@ class Exhaustive:
     """Enumerate all sets of candidates of all calls, listed or not; exact peaks.
 
     For steps of at most 16 candidates: tests and teaching. A call that runs as a whole, and a run
-    of calls made one, has just its listed choices.
+    of calls made one, has just its listed choices; so has a border.
     """
 
     name: str = "exhaustive"
@@ -56,6 +56,8 @@ def _answers_for(problem: Problem) -> Iterator[Answer]:
     tables = [_Table(problem, choices) for choices in every]
     for places in itertools.product(*(range(len(choices)) for choices in every[:-1])):
         picks = [choices[place] for choices, place in zip(every[:-1], places, strict=True)]
+        if not problem.is_possible(picks):
+            continue
         pairs = zip(tables, places, strict=False)
         totals, tops = np.zeros_like(problem.tops), problem.tops
         for table, place in pairs:
@@ -68,6 +70,8 @@ def _answers_for(problem: Problem) -> Iterator[Answer]:
         levels = totals + tables[-1].deltas + np.maximum(tops, tables[-1].tops)
         picoseconds = problem.picoseconds(picks)
         for choice, peak in zip(every[-1], levels.max(axis=1), strict=True):
+            if not problem.is_possible([*picks[-1:], choice]):
+                continue
             yield Answer(picoseconds + choice.picoseconds, int(peak), (*picks, choice))
 
 
@@ -84,7 +88,7 @@ class _Table:
 def _all_choices(call: Call) -> list[Choice]:
     storages = [candidate.storage for candidate in call.candidates]
     if not storages or call.span[1] - call.span[0] > 1:
-        return list(call.choices)
+        return [*call.choices, *call.border_choices]
     found: dict[frozenset[int], Choice] = {}
     for mask in range(1 << len(storages)):
         wanted = frozenset(storage for bit, storage in enumerate(storages) if mask >> bit & 1)
@@ -92,4 +96,4 @@ def _all_choices(call: Call) -> list[Choice]:
         if choice is not None:
             # What must go is dropped with any set.
             found.setdefault(choice.dropped, choice)
-    return list(found.values())
+    return [*found.values(), *call.border_choices]

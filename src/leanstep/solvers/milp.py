@@ -4,6 +4,7 @@ A binary variable a choice, one choice a call. A stretch gives the row: the byte
 there <= budget - its top. Where choices of a call replay, their tops count in a row of that call.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ import numpy.typing as npt
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array, hstack
 
-from leanstep.solvers.base import Choice, Outcome, Problem, Solution
+from leanstep.solvers.base import Call, Choice, Outcome, Problem, Solution
 
 Floats = npt.NDArray[np.float64]
 
@@ -86,7 +87,7 @@ class Rows:
         levels = LinearConstraint(csr_array(self.matrix[matters] / byte_scale), ub=limits)
         answer = milp(
             times / scale,
-            constraints=[levels, self._each()],
+            constraints=[levels, self._each(), *self._borders()],
             integrality=np.ones(len(times), dtype=np.int64),
             bounds=Bounds(0, 1),
             options={"time_limit": most_seconds, "mip_rel_gap": 0.0},
@@ -109,7 +110,7 @@ class Rows:
             ub=-self.tops / byte_scale,
         )
         each = self._each(extra_columns=1)
-        constraints = [levels, each]
+        constraints = [levels, each, *self._borders(extra_columns=1)]
         if within is not None:
             times = np.array([choice.picoseconds for choice in self.choices], dtype=float)
             limit = sum(choice.picoseconds for choice in within.picks)
@@ -142,7 +143,7 @@ class Rows:
         """The highest level that any selection gives in each row."""
         most, start = self.tops.copy(), 0
         for call in self.problem.calls:
-            stop = start + len(call.choices)
+            stop = start + len(_choices(call))
             most += self.matrix[:, start:stop].max(axis=1)
             start = stop
         return most
@@ -151,13 +152,32 @@ class Rows:
         rows = np.pad(self.one_each, ((0, 0), (0, extra_columns)))
         return LinearConstraint(csr_array(rows), lb=1.0, ub=1.0)
 
+    def _borders(self, extra_columns: int = 0) -> list[LinearConstraint]:
+        """A call that drops its border comes before one that takes it, and in time."""
+        rows = []
+        calls = self.problem.calls
+        starts = np.cumsum([0, *(len(_choices(call)) for call in calls)])
+        for place, (before, after) in enumerate(itertools.pairwise(calls)):
+            drops = [choice.drops_border for choice in _choices(before)]
+            cannot = [not c.takes_border or c.reads_border_early for c in _choices(after)]
+            if any(drops) and any(cannot):
+                row = np.zeros(len(self.choices) + extra_columns)
+                row[starts[place] : starts[place + 1]] = drops
+                row[starts[place + 1] : starts[place + 2]] = cannot
+                rows.append(row)
+        return [LinearConstraint(csr_array(np.stack(rows)), ub=1.0)] if rows else []
+
     def _picks(self, shares: Floats) -> tuple[Choice, ...]:
         picks, start = [], 0
         for call in self.problem.calls:
-            stop = start + len(call.choices)
-            picks.append(call.choices[int(np.argmax(shares[start:stop]))])
+            stop = start + len(_choices(call))
+            picks.append(_choices(call)[int(np.argmax(shares[start:stop]))])
             start = stop
         return tuple(picks)
+
+
+def _choices(call: Call) -> tuple[Choice, ...]:
+    return (*call.choices, *call.border_choices)
 
 
 def rows_of(problem: Problem) -> Rows:
@@ -169,7 +189,7 @@ def rows_of(problem: Problem) -> Rows:
 
 
 def _build(problem: Problem) -> Rows:
-    choices = tuple(choice for call in problem.calls for choice in call.choices)
+    choices = tuple(choice for call in problem.calls for choice in _choices(call))
     num_stretches = len(problem.tops)
     deltas = np.zeros((num_stretches, len(choices)))
     for column, choice in enumerate(choices):
@@ -177,19 +197,19 @@ def _build(problem: Problem) -> Rows:
     matrices, tops = [deltas], [problem.tops.astype(float)]
     start = 0
     for call in problem.calls:
-        places = [choice.replay_stretches for choice in call.choices]
+        places = [choice.replay_stretches for choice in _choices(call)]
         stretches = np.unique(np.concatenate(places))
         rows = deltas[stretches].copy()
-        for offset, choice in enumerate(call.choices):
+        for offset, choice in enumerate(_choices(call)):
             lifts = np.zeros(num_stretches)
             rise = choice.replay_tops - problem.tops[choice.replay_stretches]
             np.maximum.at(lifts, choice.replay_stretches, rise)
             rows[:, start + offset] += lifts[stretches]
         matrices.append(rows)
         tops.append(problem.tops[stretches].astype(float))
-        start += len(call.choices)
+        start += len(_choices(call))
     matrix, highest = _distinct(np.vstack(matrices), np.concatenate(tops))
-    sizes = [len(call.choices) for call in problem.calls]
+    sizes = [len(_choices(call)) for call in problem.calls]
     call_of = np.repeat(np.arange(len(sizes)), sizes)
     one_each = (call_of[None, :] == np.arange(len(sizes))[:, None]).astype(float)
     return Rows(problem, choices, matrix, highest, one_each)

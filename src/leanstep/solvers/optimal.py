@@ -41,7 +41,7 @@ class Optimal:
         """Walk the chain; then make sure that nothing faster fits the exact levels."""
         chain = chain_of(problem)
         slack_bytes = chain.slack_bytes(budget_bytes)
-        is_exact = slack_bytes == 0 and chain.has_all_runs
+        is_exact = slack_bytes == 0 and chain.is_complete
         if not is_exact and _is_small(problem):
             small = _enumerated(problem, budget_bytes)
             # The integer program may fail to tell budgets apart that differ by a millionth.
@@ -60,7 +60,7 @@ class Optimal:
                 fitting.append(answer)
                 break
         best = min(fitting, key=lambda s: (problem.picoseconds(s.picks), _peak_bytes(problem, s)))
-        is_proved = chain.has_all_runs and problem.seconds(best.picks) <= bound
+        is_proved = chain.is_complete and problem.seconds(best.picks) <= bound
         outcome = Outcome.OPTIMAL if is_proved else Outcome.FEASIBLE
         return Solution(outcome, best.picks, best.problem, bound_seconds=bound)
 
@@ -114,7 +114,7 @@ def _lowest(problem: Problem) -> Solution:
     assert fast is not None, "the lowest peak can be reached"
     found = _solution(problem, chain.picks(fast.path), Outcome.OPTIMAL)
     # The chain proved its own level least; where levels are exact there is nothing to gain.
-    if chain.slack_bytes(_peak_bytes(problem, found) - 1) == 0 and chain.has_all_runs:
+    if chain.slack_bytes(_peak_bytes(problem, found) - 1) == 0 and chain.is_complete:
         return found
     if _is_small(problem):
         lows = [

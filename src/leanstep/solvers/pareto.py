@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from leanstep.solvers.base import Bytes, Problem
-from leanstep.solvers.chain import Chain, Moves
+from leanstep.solvers.chain import NEVER, Chain, Moves
 from leanstep.solvers.relaxation import Relaxation, relax
 
 # The first, thinned walks keep so many states a call, until one is this near to the bound. The
@@ -136,6 +136,7 @@ class _States:
     came_from: Bytes
     parent: Bytes
     move: Bytes
+    kind: Bytes
 
     def at(self, chosen: npt.NDArray[np.intp] | Flags) -> "_States":
         return _States(
@@ -145,6 +146,7 @@ class _States:
             self.came_from[chosen],
             self.parent[chosen],
             self.move[chosen],
+            self.kind[chosen],
         )
 
 
@@ -153,7 +155,7 @@ def _joined(parts: Sequence[_States]) -> _States:
         np.concatenate([part.freed for part in parts], axis=1),
         *(
             np.concatenate([getattr(part, name) for part in parts])
-            for name in ("time", "cost", "came_from", "parent", "move")
+            for name in ("time", "cost", "came_from", "parent", "move", "kind")
         ),
     )
 
@@ -183,9 +185,8 @@ class _Walk:
         if self.required[0].max() > 0:
             return None
         zero = np.zeros(1, dtype=np.int64)
-        start = _States(
-            np.zeros((self.chain.num_eras, 1), dtype=np.int64), zero, np.zeros(1), zero, zero, zero
-        )
+        freed = np.zeros((self.chain.num_eras, 1), dtype=np.int64)
+        start = _States(freed, zero, np.zeros(1), zero, zero, zero, zero)
         num_places = len(self.chain.moves)
         arrived: list[list[_States]] = [[start], *([] for _ in range(num_places))]
         lists: list[_States | None] = []
@@ -199,7 +200,11 @@ class _Walk:
     def _settled(self, place: int, parts: Sequence[_States]) -> _States | None:
         """The states at a place that may lead to an answer."""
         states = _joined(parts)
-        states = states.at(_in_every_era(states.freed >= self.required[place][:, None]))
+        needs = np.maximum(
+            self.required[place][:, None],
+            self.chain.gaps[place][:, states.kind] - self.budget_bytes,
+        )
+        states = states.at(_in_every_era(states.freed >= needs))
         np.minimum(states.freed, self.sufficient[place][:, None], out=states.freed)
         if self.limit is not None:
             # The prices are floats: a millionth keeps what they cannot tell apart.
@@ -209,7 +214,9 @@ class _Walk:
             states = states.at(_thinned(states, self._bounds(place, states), self.most_states))
         elif len(states.time) > 20 * MOST_STATES:
             raise _TooManyError
-        states = _pareto(states)
+        kinds = np.unique(states.kind)
+        groups = [states.at(states.kind == kind) for kind in kinds]
+        states = _joined([_pareto(group) for group in groups]) if groups else states
         if len(states.time) > MOST_STATES:
             raise _TooManyError
         return states if len(states.time) else None
@@ -242,8 +249,8 @@ class _Walk:
         columns: npt.NDArray[np.intp],
         costs: Floats,
     ) -> _States:
-        needs = moves.inside[:, columns] - self.budget_bytes
-        parent, column = np.nonzero(_in_every_era(states.freed[:, :, None] >= needs[:, None, :]))
+        needs = moves.inside[:, :, columns][:, states.kind] - self.budget_bytes
+        parent, column = np.nonzero(_in_every_era(states.freed[:, :, None] >= needs))
         move = columns[column]
         times = moves.picoseconds[move] if self.is_timed else 0
         return _States(
@@ -253,6 +260,7 @@ class _Walk:
             np.full(len(parent), place, dtype=np.int64),
             parent,
             move,
+            moves.kinds[move],
         )
 
     def _read_back(self, lists: Sequence[_States | None]) -> Path | None:
@@ -276,13 +284,14 @@ def _demands(chain: Chain, budget_bytes: int, over_moves: Callable[..., Bytes]) 
     everything does.
     """
     num_places = len(chain.moves)
-    demands = {num_places: chain.gaps[:, -1] - budget_bytes}
+    demands = {num_places: over_moves(chain.gaps[-1], axis=1) - budget_bytes}
     for place in range(num_places - 1, -1, -1):
         moves = chain.moves[place]
         after = np.stack([demands[int(stop)] for stop in moves.stops], axis=1)
-        needs = np.maximum(moves.inside - budget_bytes, after - moves.freed)
-        here = over_moves(needs, axis=1)
-        demands[place] = np.maximum(chain.gaps[:, place] - budget_bytes, here)
+        inside = over_moves(moves.inside, axis=1)
+        here = over_moves(np.maximum(inside - budget_bytes, after - moves.freed), axis=1)
+        gaps = over_moves(chain.gaps[place], axis=1) - budget_bytes
+        demands[place] = np.maximum(gaps, here)
     return [demands[place] for place in range(num_places + 1)]
 
 
@@ -290,9 +299,10 @@ def _first_era_matters(chain: Chain, budget_bytes: int) -> bool:
     """Whether a state that frees enough in the last era can be short of bytes in the first."""
     required = _demands(chain.last_era, budget_bytes, np.minimum.reduce)
     for place, needed in enumerate(required):
-        level = int(chain.gaps[0, place])
+        level = int(chain.gaps[place][0].max())
         if place < len(chain.moves):
-            level = max(level, int(chain.moves[place].inside[0].max()))
+            insides = chain.moves[place].inside[0]
+            level = max(level, int(insides[insides < NEVER].max(initial=0)))
         if level - (int(needed[0]) - int(chain.held_back[place])) > budget_bytes:
             return True
     return False

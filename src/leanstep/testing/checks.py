@@ -141,6 +141,7 @@ def _plan(say: _Sentence, solver: Solver, space: Space, budget_bytes: int) -> Pl
         f"picks {len(solution.picks)} choices for {len(problem.calls)} calls",
     )
     _check_picks(say, space, solution)
+    say.require(problem.is_possible(solution.picks), "drops an output that nobody takes in time")
     peak_bytes = problem.peak_bytes(solution.picks)
     say.require(peak_bytes <= budget_bytes, f"has a plan with a peak of {peak_bytes} bytes")
     _check_time(say, problem, solution, budget_bytes)
@@ -159,7 +160,8 @@ def _plan(say: _Sentence, solver: Solver, space: Space, budget_bytes: int) -> Pl
 def _check_picks(say: _Sentence, space: Space, solution: Solution) -> None:
     for (part, option), pick in zip(space.picked(solution), solution.picks, strict=True):
         name, options = part.view.block.name, part.options
-        is_listed = any(pick.dropped == one.dropped for one in options.options)
+        listed = (*options.options, *options.border_options)
+        is_listed = any(pick.dropped == one.dropped for one in listed)
         may = is_listed or (
             option.engine is not Engine.MODULE and pick.dropped <= options.droppable
         )
