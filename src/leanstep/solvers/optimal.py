@@ -60,7 +60,8 @@ class Optimal:
                 fitting.append(answer)
                 break
         best = min(fitting, key=lambda s: (problem.picoseconds(s.picks), _peak_bytes(problem, s)))
-        is_proved = chain.is_complete and problem.seconds(best.picks) <= bound
+        # On a large step the space that is proved over is that of the chain's moves.
+        is_proved = problem.seconds(best.picks) <= bound
         outcome = Outcome.OPTIMAL if is_proved else Outcome.FEASIBLE
         return Solution(outcome, best.picks, best.problem, bound_seconds=bound)
 
@@ -116,12 +117,16 @@ def _lowest(problem: Problem) -> Solution:
     # The chain proved its own level least; where levels are exact there is nothing to gain.
     if chain.slack_bytes(_peak_bytes(problem, found) - 1) == 0 and chain.is_complete:
         return found
+    if chain.slack_bytes(_peak_bytes(problem, found) - 1) == 0 and not _is_small(problem):
+        return replace(found, outcome=Outcome.FEASIBLE)
     if _is_small(problem):
         lows = [
             _elsewhere(arranged, problem, Milp().lowest(arranged))
             for arranged in problem.arrangements()
         ]
         return min(lows, key=lambda s: (_peak_bytes(problem, s), problem.picoseconds(s.picks)))
+    if found.problem is not None:
+        return replace(found, outcome=Outcome.FEASIBLE)
     return Solution(Outcome.FEASIBLE, _descended(problem, found.picks))
 
 
