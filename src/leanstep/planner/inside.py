@@ -42,7 +42,7 @@ class _Sum:
 
 
 def drop_sets(
-    profile: Profile, view: BlockGraph, droppable: Collection[int]
+    profile: Profile, view: BlockGraph, droppable: Collection[int], most: int = MOST_SETS
 ) -> list[frozenset[int]]:
     """The sets of storages worth dropping, from few bytes to all; without the empty set."""
     projects = find_projects(profile, view, droppable)
@@ -53,7 +53,7 @@ def drop_sets(
         sets = [_Sum(0, 0, frozenset())]
         for part in _parts(projects):
             sets = _best(_added(sets, _part_sets(projects, part)))
-        sets = _thinned(sets, MOST_SETS)
+        sets = _thinned(sets, most)
     found = {one.chosen for one in sets} | {everything}
     ordered = sorted(found, key=lambda chosen: (projects.earned_bytes(chosen), sorted(chosen)))
     named = [frozenset(projects.storages[place] for place in chosen) for chosen in ordered]

@@ -20,7 +20,6 @@ at its worst over their choices. So the chain's level is never below the exact o
 order of backward; `slack_bytes` bounds by how much it can be above.
 """
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,107 +27,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from leanstep.solvers.base import Bytes, Call, Choice, Places, Problem
-
-# A level of what is not there: below every budget.
-NOWHERE = -(2**60)
-
-# A level above every budget: what must not be.
-NEVER = 2**60
-
-# Kinds of borders of one call: those of the fastest choices.
-MOST_KINDS = 8
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Moves:
-    """The moves from one place of the path on, one array entry each.
-
-    `stops` is where each leads, `calls` and `choices` what it picks, `kinds` what it does to its
-    border. `freed` has a row an era and a column a move; `inside` also has an axis, the second, for
-    the kinds of the border before.
-    """
-
-    calls: tuple[Call, ...]
-    choices: tuple[Choice, ...]
-    stops: Places
-    picoseconds: Bytes
-    freed: Bytes
-    inside: Bytes
-    kinds: Places
-
-    def at(self, places: Places) -> "Moves":
-        """Some of the moves."""
-        return Moves(
-            tuple(self.calls[place] for place in places),
-            tuple(self.choices[place] for place in places),
-            self.stops[places],
-            self.picoseconds[places],
-            self.freed[:, places],
-            self.inside[:, :, places],
-            self.kinds[places],
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class Chain:
-    """The moves from every place; `gaps[i]` are the highest levels while i calls are open.
-
-    `open_calls` counts the calls that are open in each stretch. `is_complete` says that every run
-    of calls that can be made one, and every choice about a border, is among the moves.
-    """
-
-    moves: tuple[Moves, ...]
-    gaps: tuple[Bytes, ...]
-    highest: Bytes
-    slack: Bytes
-    open_calls: Places
-    is_complete: bool = True
-
-    @property
-    def num_eras(self) -> int:
-        """How many eras there are: one or two."""
-        return len(self.gaps[0])
-
-    @functools.cached_property
-    def last_era(self) -> "Chain":
-        """The chain with its last era alone: right where the first one asks for nothing more."""
-        moves = (replace(m, freed=m.freed[-1:], inside=m.inside[-1:]) for m in self.moves)
-        return replace(self, moves=tuple(moves), gaps=tuple(gap[-1:] for gap in self.gaps))
-
-    @functools.cached_property
-    def held_back(self) -> Bytes:
-        """At each place, how many bytes more can be free in the last era than in the first."""
-        most = np.zeros(len(self.moves) + 1, dtype=np.int64)
-        for place, moves in enumerate(self.moves):
-            later = most[place] + moves.freed[-1] - moves.freed[0]
-            np.maximum.at(most, moves.stops, later)
-        return most
-
-    def slack_bytes(self, budget_bytes: int) -> int:
-        """How far the chain's peak can be above the exact one, where the budget matters."""
-        return int(self.slack[self.highest + self.slack > budget_bytes].max(initial=0))
-
-    def peak_bytes(self, path: Sequence[int]) -> int:
-        """The chain's level for a path: the number of a move at each place it comes to."""
-        freed, place, kind = np.zeros(self.num_eras, dtype=np.int64), 0, 0
-        peak = int(self.gaps[0][:, 0].max())
-        for number in path:
-            moves = self.moves[place]
-            peak = max(peak, int((moves.inside[:, kind, number] - freed).max()))
-            freed += moves.freed[:, number]
-            place, kind = int(moves.stops[number]), int(moves.kinds[number])
-            peak = max(peak, int((self.gaps[place][:, kind] - freed).max()))
-        return peak
-
-    def picks(self, path: Sequence[int]) -> tuple[tuple[Call, Choice], ...]:
-        """The calls of a path, each with its choice."""
-        picks, place = [], 0
-        for number in path:
-            moves = self.moves[place]
-            picks.append((moves.calls[number], moves.choices[number]))
-            place = int(moves.stops[number])
-        return tuple(picks)
+from leanstep.solvers.base import Bytes, Call, Places, Problem
+from leanstep.solvers.borders import with_borders
+from leanstep.solvers.moves import NOWHERE, Chain, Moves, inside_levels, together, undominated
 
 
 def chain_of(problem: Problem) -> Chain:
@@ -180,7 +81,7 @@ def _reduced(problem: Problem) -> Chain:
         others += most
         slack += most - relative.min(axis=0)
     alone = (
-        _undominated(
+        undominated(
             _moves(call, index, freed[index], raised, others, np.where(owner == index, era, -1))
         )
         for index, call in enumerate(calls)
@@ -278,42 +179,13 @@ def _moves(
     call: Call, index: int, freed: Bytes, tops: Bytes, others: Bytes, own_era: Places
 ) -> Moves:
     """A call's choices as moves; `own_era` is the era of each stretch inside it, -1 outside."""
-    levels = [_inside(c, tops, others, own_era, len(freed)) for c in call.choices]
+    levels = [inside_levels(c, tops, others, own_era, len(freed)) for c in call.choices]
     inside = np.stack(levels, axis=1)
     seconds = np.array([choice.picoseconds for choice in call.choices], dtype=np.int64)
     stops = np.full(len(seconds), index + 1, dtype=np.intp)
     none = np.zeros(len(seconds), dtype=np.intp)
     choices = (call,) * len(seconds), call.choices
     return Moves(*choices, stops, seconds, freed, inside[:, None, :], none)
-
-
-def _inside(choice: Choice, tops: Bytes, others: Bytes, own_era: Places, num_eras: int) -> Bytes:
-    """The highest level in its own stretches under a choice, in each era."""
-    inside = np.full(num_eras, NOWHERE, dtype=np.int64)
-    added = others + choice.deltas
-    own = np.flatnonzero(own_era >= 0)
-    np.maximum.at(inside, own_era[own], tops[own] + added[own])
-    is_here = own_era[choice.replay_stretches] >= 0
-    here = choice.replay_stretches[is_here]
-    np.maximum.at(inside, own_era[here], choice.replay_tops[is_here] + added[here])
-    return inside
-
-
-def _undominated(moves: Moves) -> Moves:
-    """The moves that are better than any other in some way; of equal ones the first."""
-    insides = moves.inside.reshape(-1, len(moves.stops))
-    order = np.lexsort((insides.max(axis=0), -moves.freed[-1], moves.picoseconds))
-    kept: list[int] = []
-    for place in order:
-        held = np.array(kept, dtype=np.intp)
-        frees = (moves.freed[:, held] >= moves.freed[:, [place]]).all(axis=0)
-        fits = (insides[:, held] <= insides[:, [place]]).all(axis=0)
-        leads = (moves.stops[held] == moves.stops[place]) & (
-            moves.kinds[held] == moves.kinds[place]
-        )
-        if not np.any(frees & fits & leads):
-            kept.append(int(place))
-    return moves.at(np.array(sorted(kept), dtype=np.intp))
 
 
 def _with_runs(problem: Problem, chain: Chain, era: Places, is_gap: npt.NDArray[np.bool_]) -> Chain:
@@ -328,7 +200,7 @@ def _with_runs(problem: Problem, chain: Chain, era: Places, is_gap: npt.NDArray[
             found = list(_run_moves(problem, run, np.where(own, era, -1), era, chain))
             is_complete &= len(found) == len(run.choices) - 1
             runs.extend(found)
-        moves.append(_undominated(_together([alone, *runs])))
+        moves.append(undominated(together([alone, *runs])))
     return replace(chain, moves=tuple(moves), is_complete=is_complete)
 
 
@@ -360,7 +232,7 @@ def _run_moves(
         )
         if is_orderly and np.all(own_era[choice.replay_stretches] >= 0):
             zeros = np.zeros_like(problem.tops)
-            inside = _inside(choice, problem.tops, zeros, own_era, chain.num_eras)
+            inside = inside_levels(choice, problem.tops, zeros, own_era, chain.num_eras)
             yield Moves(
                 (run,),
                 (choice,),
@@ -370,154 +242,3 @@ def _run_moves(
                 inside[:, None, None],
                 np.zeros(1, dtype=np.intp),
             )
-
-
-def _together(parts: Sequence[Moves]) -> Moves:
-    return Moves(
-        tuple(call for part in parts for call in part.calls),
-        tuple(choice for part in parts for choice in part.choices),
-        np.concatenate([part.stops for part in parts]),
-        np.concatenate([part.picoseconds for part in parts]),
-        np.concatenate([part.freed for part in parts], axis=1),
-        np.concatenate([part.inside for part in parts], axis=2),
-        np.concatenate([part.kinds for part in parts]),
-    )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Kind:
-    """What a dropped border does while the next call runs: bytes added, tops of replays."""
-
-    added: Bytes
-    replay_stretches: Places
-    replay_tops: Bytes
-
-    def is_like(self, other: "_Kind") -> bool:
-        return (
-            np.array_equal(self.added, other.added)
-            and np.array_equal(self.replay_stretches, other.replay_stretches)
-            and np.array_equal(self.replay_tops, other.replay_tops)
-        )
-
-
-def with_borders(
-    problem: Problem, chain: Chain, era: Places, is_gap: npt.NDArray[np.bool_]
-) -> Chain:
-    """The chain with choices that drop borders as further moves."""
-    if not any(call.border_choices for call in problem.calls):
-        return chain
-    all_moves, gaps, before = [], [chain.gaps[0]], [_no_border(problem)]
-    is_complete = chain.is_complete
-    for index, call in enumerate(problem.calls):
-        kinds = [_no_border(problem)]
-        own_era = np.where((chain.open_calls == index) & ~is_gap, era, -1)
-        parts = [chain.moves[index]]
-        for choice in sorted(call.border_choices, key=lambda choice: choice.seconds):
-            found = _border_move(problem, chain, call, choice, index, era, own_era, kinds)
-            is_complete &= found is not None
-            if found is not None:
-                parts.append(found)
-        moves = _together(parts)
-        inside = _with_kinds(problem, moves, before, own_era, chain.num_eras)
-        all_moves.append(_undominated(replace(moves, inside=inside)))
-        gap_era = np.where((chain.open_calls == index + 1) & is_gap, era, -1)
-        gaps.append(_gap_levels(problem, chain.gaps[index + 1], kinds, gap_era))
-        before = kinds
-    return replace(chain, moves=tuple(all_moves), gaps=tuple(gaps), is_complete=is_complete)
-
-
-def _no_border(problem: Problem) -> _Kind:
-    none = np.zeros(0, dtype=np.intp)
-    return _Kind(np.zeros_like(problem.tops), none, none.astype(np.int64))
-
-
-def _border_move(
-    problem: Problem,
-    chain: Chain,
-    call: Call,
-    choice: Choice,
-    index: int,
-    era: Places,
-    own_era: Places,
-    kinds: list[_Kind],
-) -> Moves | None:
-    """A choice as a move, where it fits the picture; a new kind is added to the list."""
-    opened = chain.open_calls
-    is_far = opened > index + 1 if choice.drops_border else opened > index
-    freed = np.zeros(chain.num_eras, dtype=np.int64)
-    for number in range(chain.num_eras):
-        far = choice.deltas[is_far & (era == number)]
-        freed[number] = -int(far[0]) if len(far) else 0
-    near = (opened == index + 1) & choice.drops_border
-    expected = np.where(is_far | near, -freed[era], 0)
-    beyond = np.where(own_era >= 0, 0, choice.deltas - expected)
-    replays_near = near[choice.replay_stretches]
-    is_orderly = not np.any(beyond[~near]) and bool(
-        np.all((own_era[choice.replay_stretches] >= 0) | replays_near)
-    )
-    if not is_orderly:
-        return None
-    kind = _kind_number(kinds, choice, np.where(near, beyond, 0), replays_near)
-    if kind is None:
-        return None
-    zeros = np.zeros_like(problem.tops)
-    inside = _inside(choice, problem.tops, zeros, own_era, chain.num_eras)
-    return Moves(
-        (call,),
-        (choice,),
-        np.array([index + 1], dtype=np.intp),
-        np.array([choice.picoseconds], dtype=np.int64),
-        freed[:, None],
-        inside[:, None, None],
-        np.array([kind], dtype=np.intp),
-    )
-
-
-def _kind_number(
-    kinds: list[_Kind], choice: Choice, added: Bytes, is_near: npt.NDArray[np.bool_]
-) -> int | None:
-    if not choice.drops_border:
-        return 0
-    kind = _Kind(added, choice.replay_stretches[is_near], choice.replay_tops[is_near])
-    for number, known in enumerate(kinds[1:], start=1):
-        if kind.is_like(known):
-            return number
-    if len(kinds) > MOST_KINDS:
-        return None
-    kinds.append(kind)
-    return len(kinds) - 1
-
-
-def _with_kinds(
-    problem: Problem, moves: Moves, before: Sequence[_Kind], own_era: Places, num_eras: int
-) -> Bytes:
-    """The insides of moves after each kind of border."""
-    rows = [moves.inside[:, 0, :]]
-    for kind in before[1:]:
-        row = np.full_like(rows[0], NEVER)
-        for place, (call, choice) in enumerate(zip(moves.calls, moves.choices, strict=True)):
-            is_run = call.span[1] - call.span[0] > 1
-            if is_run or not choice.takes_border or choice.reads_border_early:
-                continue
-            level = _inside(choice, problem.tops, kind.added, own_era, num_eras)
-            here = kind.replay_stretches[own_era[kind.replay_stretches] >= 0]
-            tops = kind.replay_tops[own_era[kind.replay_stretches] >= 0]
-            added = choice.deltas[here] + kind.added[here]
-            np.maximum.at(level, own_era[here], tops + added)
-            row[:, place] = level
-        rows.append(row)
-    return np.stack(rows, axis=1)
-
-
-def _gap_levels(problem: Problem, plain: Bytes, kinds: Sequence[_Kind], gap_era: Places) -> Bytes:
-    """The levels of a gap after each kind of border."""
-    columns = [plain[:, 0]]
-    stretches = np.flatnonzero(gap_era >= 0)
-    for kind in kinds[1:]:
-        level = plain[:, 0].copy()
-        np.maximum.at(level, gap_era[stretches], problem.tops[stretches] + kind.added[stretches])
-        here = kind.replay_stretches[gap_era[kind.replay_stretches] >= 0]
-        tops = kind.replay_tops[gap_era[kind.replay_stretches] >= 0]
-        np.maximum.at(level, gap_era[here], tops + kind.added[here])
-        columns.append(level)
-    return np.stack(columns, axis=1)

@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 from leanstep.solvers.answers import Answer, answer_of, answers_to, fastest_of, lowest_of
 from leanstep.solvers.base import Bytes, Call, Choice, Problem, Solution
-from leanstep.solvers.chain import Chain, chain_of
+from leanstep.solvers.chain import chain_of
+from leanstep.solvers.moves import Chain
 
 # As rotor has it: 500 units lose up to two percent of the step, 4,000 a tenth of that.
 NUM_UNITS = 500

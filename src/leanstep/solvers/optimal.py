@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from leanstep.solvers.base import PICOSECONDS, Call, Choice, Outcome, Problem, Solution
-from leanstep.solvers.chain import Chain, chain_of
+from leanstep.solvers.chain import chain_of
 from leanstep.solvers.milp import Milp
+from leanstep.solvers.moves import Chain
 from leanstep.solvers.pareto import Found, fastest, lowest_peak_bytes
 
 # Answers tried above the budget before taking the one for the budget itself. Beyond that more
@@ -47,11 +48,11 @@ class Optimal:
             # The integer program may fail to tell budgets apart that differ by a millionth.
             if small.outcome in (Outcome.OPTIMAL, Outcome.INFEASIBLE):
                 return small
-        lowest = self.lowest(problem)
-        if _peak_bytes(problem, lowest) > budget_bytes:
-            return Solution(Outcome.INFEASIBLE if is_exact else Outcome.NOT_FOUND)
         bound = 0.0
-        fitting = [lowest]
+        fitting: list[Solution] = []
+        if not is_exact:
+            # Where levels are exact, the walk itself says whether anything fits.
+            fitting = [s for s in [self.lowest(problem)] if _peak_bytes(problem, s) <= budget_bytes]
         for number, found in enumerate(_answers(problem, chain, budget_bytes)):
             # The first answer allows every selection that fits exactly: none is faster.
             bound = found.bound_picoseconds / PICOSECONDS if number == 0 else bound
@@ -59,6 +60,8 @@ class Optimal:
             if _peak_bytes(problem, answer) <= budget_bytes:
                 fitting.append(answer)
                 break
+        if not fitting:
+            return Solution(Outcome.INFEASIBLE if is_exact else Outcome.NOT_FOUND)
         best = min(fitting, key=lambda s: (problem.picoseconds(s.picks), _peak_bytes(problem, s)))
         # On a large step the space that is proved over is that of the chain's moves.
         is_proved = problem.seconds(best.picks) <= bound

@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from leanstep.solvers.base import Bytes, Problem
-from leanstep.solvers.chain import NEVER, Chain, Moves
+from leanstep.solvers.moves import NEVER, Chain, Moves
 from leanstep.solvers.relaxation import Relaxation, relax
 
 # The first, thinned walks keep so many states a call, until one is this near to the bound. The
 # nearer, the fewer states the exact walk has to keep.
-THINNED_STATES = (200, 1000, 5000)
+THINNED_STATES = (200, 3000)
 NEAR = 0.001
 
 # Questions for a lower peak at the same time: each is a walk. On a large step with many plans of
@@ -30,6 +30,9 @@ MOST_QUESTIONS_SMALL = 64
 
 # An exact walk that would keep more states than this is given up: minutes instead of seconds.
 MOST_STATES = 200_000
+
+# States compared with each other at once.
+CHUNK = 512
 
 Path = tuple[int, ...]
 Floats = npt.NDArray[np.float64]
@@ -324,14 +327,14 @@ def _pareto(states: _States) -> _States:
     if len(states.freed) == 1:
         return states.at(_best(states.freed[0], states.time))
     states = states.at(_best_of_groups(states))
-    starts = np.flatnonzero(np.diff(states.freed[0], prepend=np.iinfo(np.int64).max))
     freed, time = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
     kept = []
     # From most to fewest bytes freed in the first era: those before beat all that follow there.
-    for group in np.split(np.arange(len(states.time)), starts[1:]):
-        place = np.searchsorted(freed, states.freed[1, group])
+    for chunk in np.split(np.arange(len(states.time)), range(CHUNK, len(states.time), CHUNK)):
+        place = np.searchsorted(freed, states.freed[1, chunk])
         rivals = np.append(time, np.iinfo(np.int64).max)[place]
-        better = group[states.time[group] < rivals]
+        better = chunk[states.time[chunk] < rivals]
+        better = better[~_beaten_before(states.freed[1, better], states.time[better])]
         kept.append(better)
         freed = np.concatenate([freed, states.freed[1, better]])
         time = np.concatenate([time, states.time[better]])
@@ -339,6 +342,14 @@ def _pareto(states: _States) -> _States:
         stairs = _best(freed, time)[::-1]
         freed, time = freed[stairs], time[stairs]
     return states.at(np.concatenate(kept) if kept else np.zeros(0, dtype=np.intp))
+
+
+def _beaten_before(freed: Bytes, time: Bytes) -> Flags:
+    """Which are beaten by one that stands before them."""
+    order = np.arange(len(time))
+    beats = (freed[:, None] >= freed[None, :]) & (time[:, None] <= time[None, :])
+    beaten: Flags = np.logical_or.reduce(beats & (order[:, None] < order[None, :]), axis=0)
+    return beaten
 
 
 def _best_of_groups(states: _States) -> npt.NDArray[np.intp]:

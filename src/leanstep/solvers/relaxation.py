@@ -18,7 +18,7 @@ from scipy.optimize import linprog
 from scipy.sparse import csr_array
 
 from leanstep.solvers.base import Bytes, Choice, Problem
-from leanstep.solvers.chain import Chain
+from leanstep.solvers.moves import Chain
 
 Floats = npt.NDArray[np.float64]
 
