@@ -32,7 +32,7 @@ MOST_QUESTIONS_SMALL = 64
 MOST_STATES = 200_000
 
 # States compared with each other at once.
-CHUNK = 512
+CHUNK = 256
 
 Path = tuple[int, ...]
 Floats = npt.NDArray[np.float64]
