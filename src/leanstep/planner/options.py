@@ -29,7 +29,7 @@ REGION_SECONDS = 20e-6
 
 # Times of options are rounded to this share of the step. No op's time is known that well, and
 # plans of equal time are seen to be equal: else the search has far more of them to tell apart.
-GRAIN = 1e-5
+GRAIN = 2e-5
 
 # Sets of a second kind in one call: every one costs planning time in all calls.
 FEW_SETS = 16

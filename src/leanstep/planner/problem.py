@@ -36,9 +36,12 @@ class Layers:
     def call(self, view: BlockGraph, options: CallOptions, span: tuple[int, int]) -> Call:
         """One call as a solver sees it; `span` are the calls of the step it stands for."""
 
+        # A run's first request comes when its last call is reached: too early for a border.
+        is_run = span[1] - span[0] > 1
+
         def drop(dropped: frozenset[int]) -> Choice | None:
             option = options.drop(dropped)
-            return None if option is None else self.choice(option)
+            return None if option is None else self.choice(option, is_run=is_run)
 
         asked = self._first_requests(view)
         first = min(asked.values(), default=len(self.bases))
@@ -47,7 +50,7 @@ class Layers:
         )
         return Call(
             name=view.block.name,
-            choices=tuple(self.choice(option) for option in options.options),
+            choices=tuple(self.choice(option, is_run=is_run) for option in options.options),
             start=int(start),
             stop=int(stop),
             first=int(begin),
@@ -57,7 +60,7 @@ class Layers:
             span=span,
         )
 
-    def choice(self, option: Option) -> Choice:
+    def choice(self, option: Option, *, is_run: bool = False) -> Choice:
         """One option as a row of bytes and the tops of its replays."""
         changes = np.zeros(len(self.starts) + 1, dtype=np.int64)
         lasting = option.shift_starts < option.shift_stops
@@ -76,7 +79,7 @@ class Layers:
             replay_stretches=stretches,
             replay_tops=tops,
             drops_border=option.drops_border,
-            takes_border=option.engine is Engine.REPLAY,
+            takes_border=option.engine is Engine.REPLAY and not is_run,
             reads_border_early=option.reads_border_early,
         )
 

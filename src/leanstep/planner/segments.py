@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from leanstep.blockgraph import BlockGraph, views_of
 from leanstep.ir import Block, Profile
 from leanstep.ir.blocks import Sequentials
+from leanstep.planner.listing import listed
 from leanstep.planner.options import CallOptions, OptionFinder
 from leanstep.planner.overrides import Rule
 from leanstep.planner.problem import Layers
@@ -46,7 +47,7 @@ class Parts:
 
     def problem(self) -> Problem:
         """What a solver is given."""
-        return Problem(
+        problem = Problem(
             tops=self._layers.tops,
             calls=tuple(part.call for part in self.alone),
             joints=frozenset(
@@ -54,6 +55,7 @@ class Parts:
             ),
             join=lambda start, stop: self.run(start, stop).call,
         )
+        return listed(problem)
 
     def run(self, start: int, stop: int) -> Part:
         """The calls from one number up to another as one."""

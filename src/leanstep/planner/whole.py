@@ -10,9 +10,9 @@ from leanstep.planner.lower import effects, lower
 from leanstep.planner.options import CallOptions, Option, check_engine
 from leanstep.planner.overrides import Rule, parse_rules, unmet
 from leanstep.planner.segments import Part, Parts
-from leanstep.simulator import peak_op, timeline
+from leanstep.simulator import peak_op, simulate, timeline
 from leanstep.solvers.base import PICOSECONDS, Choice, Outcome, Problem, Solution, Solver
-from leanstep.solvers.chain import chain_of
+from leanstep.solvers.chain import chain_of, loose_chain
 from leanstep.solvers.registry import find_solver
 from leanstep.solvers.relaxation import relax
 from leanstep.units import parse_budget
@@ -131,7 +131,10 @@ def plan_in(space: Space, budget_bytes: int, *, solver: str | Solver = "auto") -
         exact=space.exact,
     )
     promised = (solution.problem or space.problem).peak_bytes(solution.picks)
-    assert found.peak_bytes == promised <= budget_bytes, "problem and simulator must agree"
+    # Simulated from the decisions alone, as anyone would who is given the plan.
+    simulated = simulate(space.profile, found).peak_bytes
+    assert found.peak_bytes == simulated == promised, "problem and simulator must agree"
+    assert simulated <= budget_bytes, "a plan fits its budget"
     return found
 
 
@@ -152,6 +155,8 @@ def bound_seconds(space: Space, solution: Solution, budget_bytes: int) -> float:
 def relaxed_seconds(problem: Problem, budget_bytes: int) -> float:
     """The linear relaxation's least time: a bound for every choice of the problem."""
     chain = chain_of(problem)
+    if not chain.is_complete or chain.slack_bytes(budget_bytes):
+        chain = loose_chain(problem, chain)
     relaxation = relax(problem, chain, budget_bytes)
     return 0.0 if relaxation is None else relaxation.bound_picoseconds / PICOSECONDS
 

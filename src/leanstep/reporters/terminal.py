@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from leanstep.ir import Block, Decision, Engine, Plan, Profile, Verdict
+from leanstep.ir.blocks import find_block
 from leanstep.units import format_bytes, format_change, format_percent, format_seconds
 
 _WIDTH = 100
@@ -112,7 +113,10 @@ def _blocks(profile: Profile, plan: Plan) -> list[tuple[str, ...]]:
 
 
 def _rows(profile: Profile, plan: Plan) -> Iterator[_Row]:
-    pairs = zip(profile.blocks, plan.decisions, strict=True)
+    pairs = (
+        (find_block(profile.graph, profile.blocks, decision), decision)
+        for decision in plan.decisions
+    )
     for _, group in groupby(pairs, key=lambda pair: (pair[0].class_name, _alike(pair[1]))):
         members = list(group)
         decisions = [decision for _, decision in members]

@@ -26,6 +26,11 @@ Places = npt.NDArray[np.intp]
 # bits, and plans that are equal would not be seen to be.
 PICOSECONDS = 1e12
 
+# Up to this many choices the integer program is fast whatever their numbers, and up to this many
+# places where calls may run as one all ways to join them can be tried.
+SMALL_CHOICES = 400
+SMALL_JOINTS = 4
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
@@ -175,6 +180,12 @@ class Problem:
     def kept(self) -> tuple[Choice, ...]:
         """Everything kept that may be kept."""
         return tuple(call.choices[0] for call in self.calls)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether everything about it can be enumerated or left to an integer program."""
+        num_choices = sum(len(call.choices) for call in self.calls)
+        return num_choices <= SMALL_CHOICES and len(self.joints) <= SMALL_JOINTS
 
     @functools.cached_property
     def notebook(self) -> dict[str, object]:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from leanstep.solvers.base import Bytes, Call, Choice, Places, Problem
-from leanstep.solvers.moves import NEVER, Chain, Moves, inside_levels, together, undominated
+from leanstep.solvers.moves import NEVER, Chain, Moves, inside_levels, together
 
 # Kinds of borders of one call: those of the fastest choices.
 MOST_KINDS = 8
@@ -38,25 +38,26 @@ def with_borders(
 ) -> Chain:
     """The chain with choices that drop borders as further moves."""
     if not any(call.border_choices for call in problem.calls):
-        return chain
+        return replace(chain, left_out=())
     all_moves, gaps, before = [], [chain.gaps[0]], [_no_border(problem)]
-    is_complete = chain.is_complete
+    left_out: list[Choice] = []
     for index, call in enumerate(problem.calls):
         kinds = [_no_border(problem)]
         own_era = np.where((chain.open_calls == index) & ~is_gap, era, -1)
         parts = [chain.moves[index]]
         for choice in sorted(call.border_choices, key=lambda choice: choice.seconds):
             found = _border_move(problem, chain, call, choice, index, era, own_era, kinds)
-            is_complete &= found is not None
-            if found is not None:
+            if found is None:
+                left_out.append(choice)
+            else:
                 parts.append(found)
         moves = together(parts)
         inside = _with_kinds(problem, moves, before, own_era, chain.num_eras)
-        all_moves.append(undominated(replace(moves, inside=inside)))
+        all_moves.append(replace(moves, inside=inside))
         gap_era = np.where((chain.open_calls == index + 1) & is_gap, era, -1)
         gaps.append(_gap_levels(problem, chain.gaps[index + 1], kinds, gap_era))
         before = kinds
-    return replace(chain, moves=tuple(all_moves), gaps=tuple(gaps), is_complete=is_complete)
+    return replace(chain, moves=tuple(all_moves), gaps=tuple(gaps), left_out=tuple(left_out))
 
 
 def _no_border(problem: Problem) -> _Kind:

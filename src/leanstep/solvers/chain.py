@@ -81,20 +81,22 @@ def _reduced(problem: Problem) -> Chain:
         others += most
         slack += most - relative.min(axis=0)
     alone = (
-        undominated(
-            _moves(call, index, freed[index], raised, others, np.where(owner == index, era, -1))
-        )
+        _moves(call, index, freed[index], raised, others, np.where(owner == index, era, -1))
         for index, call in enumerate(calls)
     )
     gaps = np.full((len(calls) + 1, num_eras), NOWHERE, dtype=np.int64)
     np.maximum.at(gaps, (prefix, era), np.where(owner < 0, raised + others, NOWHERE))
     by_place = tuple(gap[:, None] for gap in gaps)
     has_more = bool(problem.joints) or any(call.border_choices for call in calls)
-    chain = Chain(tuple(alone), by_place, highest, slack, open_calls, not has_more)
-    if np.any(others) or not has_more:
-        return chain
-    is_gap = owner < 0
-    return with_borders(problem, _with_runs(problem, chain, era, is_gap), era, is_gap)
+    borders = tuple(choice for call in calls for choice in call.border_choices)
+    chain = Chain(
+        tuple(alone), by_place, highest, slack, open_calls, not problem.joints, left_out=borders
+    )
+    if has_more and not np.any(others):
+        is_gap = owner < 0
+        chain = with_borders(problem, _with_runs(problem, chain, era, is_gap), era, is_gap)
+    # Last, when levels after every kind of border are known.
+    return replace(chain, moves=tuple(undominated(moves) for moves in chain.moves))
 
 
 def _settled(problem: Problem, call: Call, window: _Window, era: Places) -> _Window:
@@ -190,7 +192,7 @@ def _moves(
 
 def _with_runs(problem: Problem, chain: Chain, era: Places, is_gap: npt.NDArray[np.bool_]) -> Chain:
     """The chain with runs of joined calls as further moves."""
-    moves, is_complete = [], True
+    moves, has_all_runs = [], True
     for start, alone in enumerate(chain.moves):
         runs: list[Moves] = []
         for run in _runs(problem, start):
@@ -198,16 +200,33 @@ def _with_runs(problem: Problem, chain: Chain, era: Places, is_gap: npt.NDArray[
             opened = chain.open_calls
             own = (start <= opened) & (opened < run.span[1]) & ~(is_gap & (opened == start))
             found = list(_run_moves(problem, run, np.where(own, era, -1), era, chain))
-            is_complete &= len(found) == len(run.choices) - 1
+            has_all_runs &= len(found) == len(run.choices) - 1
             runs.extend(found)
-        moves.append(undominated(together([alone, *runs])))
-    return replace(chain, moves=tuple(moves), is_complete=is_complete)
+        moves.append(together([alone, *runs]))
+    return replace(chain, moves=tuple(moves), has_all_runs=has_all_runs)
+
+
+def loose_chain(problem: Problem, chain: Chain) -> Chain:
+    """Everything that is listed as moves, for a bound: their levels on the chain are left open."""
+    moves = []
+    for start, call in enumerate(problem.calls):
+        picks = [(call, choice) for choice in (*call.choices, *call.border_choices)]
+        picks += [(run, choice) for run in _runs(problem, start) for choice in run.choices[1:]]
+        # The calls of a problem may stand for several of the step: places are counted here.
+        num_calls = [one.span[1] - one.span[0] if one is not call else 1 for one, _ in picks]
+        stops = start + np.array(num_calls, dtype=np.intp)
+        times = np.array([choice.picoseconds for _, choice in picks], dtype=np.int64)
+        nothing = np.zeros((chain.num_eras, len(picks)), dtype=np.int64)
+        calls, choices = tuple(one for one, _ in picks), tuple(choice for _, choice in picks)
+        none = np.zeros(len(picks), dtype=np.intp)
+        moves.append(Moves(calls, choices, stops, times, nothing, nothing[:, None, :], none))
+    return replace(chain, moves=tuple(moves))
 
 
 def _runs(problem: Problem, start: int) -> Iterator[Call]:
     """The runs of more than one call that begin here."""
-    # On an even chain of n calls, runs of √n are the lowest: twice that is room enough.
-    last = min(len(problem.calls), start + 2 * math.isqrt(len(problem.calls)) + 2)
+    # On an even chain of n calls, runs of √n are the lowest; every length costs a simulation.
+    last = min(len(problem.calls), start + math.isqrt(len(problem.calls)) + 1)
     for stop in range(start + 2, last + 1):
         if stop - 1 not in problem.joints:
             return

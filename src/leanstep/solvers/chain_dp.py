@@ -88,7 +88,7 @@ def _moves(problem: Problem, chain: Chain, start: int) -> list[_Move]:
     alone = [
         _Move(call, choice, start + 1, int(freed), int(inside))
         for call, choice, freed, inside in numbers
-        if call is problem.calls[start] and not choice.drops_border
+        if call.span == problem.calls[start].span and not choice.drops_border
     ]
     runs = (problem.segment(start, stop)[0] for stop in _stops(problem, start))
     joined = [_recomputed(problem, run) for run in runs if len(run.choices) > 1]

@@ -49,8 +49,9 @@ class Moves:
 class Chain:
     """The moves from every place; `gaps[i]` are the highest levels while i calls are open.
 
-    `open_calls` counts the calls that are open in each stretch. `is_complete` says that every run
-    of calls that can be made one, and every choice about a border, is among the moves.
+    `open_calls` counts the calls that are open in each stretch. `has_all_runs` says that every
+    run of calls that can be made one is among the moves; `left_out` are the choices about borders
+    that do not fit the picture.
     """
 
     moves: tuple[Moves, ...]
@@ -58,7 +59,13 @@ class Chain:
     highest: Bytes
     slack: Bytes
     open_calls: Places
-    is_complete: bool = True
+    has_all_runs: bool = True
+    left_out: tuple[Choice, ...] = ()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything that the problem lists is among the moves."""
+        return self.has_all_runs and not self.left_out
 
     @property
     def num_eras(self) -> int:

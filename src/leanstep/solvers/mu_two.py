@@ -41,13 +41,14 @@ class MuTwo:
 
     def solve(self, problem: Problem, budget_bytes: int) -> Solution:
         """Take the fastest prefix of the sequence that fits."""
-        return fastest_of(self._answers(problem), budget_bytes)
+        return fastest_of(self.answers(problem), budget_bytes)
 
     def lowest(self, problem: Problem) -> Solution:
         """Take the prefix with the lowest peak."""
-        return lowest_of(self._answers(problem))
+        return lowest_of(self.answers(problem))
 
-    def _answers(self, problem: Problem) -> tuple[Answer, ...]:
+    def answers(self, problem: Problem) -> tuple[Answer, ...]:
+        """Every plan that the greedy algorithm passes on its way, but those that another beats."""
         walk = _corrected_prefixes if self.corrected else _printed_prefixes
         return answers_to(problem, f"mu_two, corrected: {self.corrected}", lambda: walk(problem))
 

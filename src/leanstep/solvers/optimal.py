@@ -22,10 +22,6 @@ MOST_ANSWERS_ABOVE = 12
 
 MOST_SWEEPS = 4
 
-# Up to this many choices the integer program is fast whatever their numbers.
-SMALL_CHOICES = 400
-SMALL_JOINTS = 4
-
 Picks = tuple[tuple[Call, Choice], ...]
 
 
@@ -43,7 +39,7 @@ class Optimal:
         chain = chain_of(problem)
         slack_bytes = chain.slack_bytes(budget_bytes)
         is_exact = slack_bytes == 0 and chain.is_complete
-        if not is_exact and _is_small(problem):
+        if not is_exact and problem.is_small:
             small = _enumerated(problem, budget_bytes)
             # The integer program may fail to tell budgets apart that differ by a millionth.
             if small.outcome in (Outcome.OPTIMAL, Outcome.INFEASIBLE):
@@ -63,10 +59,11 @@ class Optimal:
         if not fitting:
             return Solution(Outcome.INFEASIBLE if is_exact else Outcome.NOT_FOUND)
         best = min(fitting, key=lambda s: (problem.picoseconds(s.picks), _peak_bytes(problem, s)))
-        # On a large step the space that is proved over is that of the chain's moves.
-        is_proved = problem.seconds(best.picks) <= bound
+        is_proved = chain.is_complete and problem.seconds(best.picks) <= bound
         outcome = Outcome.OPTIMAL if is_proved else Outcome.FEASIBLE
-        return Solution(outcome, best.picks, best.problem, bound_seconds=bound)
+        # Over an incomplete chain its answer proves nothing: the relaxation has to.
+        proved = bound if chain.is_complete else 0.0
+        return Solution(outcome, best.picks, best.problem, bound_seconds=proved)
 
     def lowest(self, problem: Problem) -> Solution:
         """Find the lowest peak by bisection, then the least time there."""
@@ -74,11 +71,6 @@ class Optimal:
         if not isinstance(found, Solution):
             found = problem.notebook["lowest"] = _lowest(problem)
         return found
-
-
-def _is_small(problem: Problem) -> bool:
-    num_choices = sum(len(call.choices) for call in problem.calls)
-    return num_choices <= SMALL_CHOICES and len(problem.joints) <= SMALL_JOINTS
 
 
 def _enumerated(problem: Problem, budget_bytes: int) -> Solution:
@@ -120,9 +112,9 @@ def _lowest(problem: Problem) -> Solution:
     # The chain proved its own level least; where levels are exact there is nothing to gain.
     if chain.slack_bytes(_peak_bytes(problem, found) - 1) == 0 and chain.is_complete:
         return found
-    if chain.slack_bytes(_peak_bytes(problem, found) - 1) == 0 and not _is_small(problem):
+    if chain.slack_bytes(_peak_bytes(problem, found) - 1) == 0 and not problem.is_small:
         return replace(found, outcome=Outcome.FEASIBLE)
-    if _is_small(problem):
+    if problem.is_small:
         lows = [
             _elsewhere(arranged, problem, Milp().lowest(arranged))
             for arranged in problem.arrangements()

@@ -19,7 +19,7 @@ from leanstep.solvers.relaxation import Relaxation, relax
 
 # The first, thinned walks keep so many states a call, until one is this near to the bound. The
 # nearer, the fewer states the exact walk has to keep.
-THINNED_STATES = (200, 3000)
+THINNED_STATES = (200, 1500, 1500, 1500, 1500, 1500)
 NEAR = 0.001
 
 # Questions for a lower peak at the same time: each is a walk. On a large step with many plans of
@@ -68,7 +68,8 @@ def _thinned_path(chain: Chain, budget_bytes: int, relaxation: Relaxation) -> Pa
     """A path near the optimum."""
     best: Path | None = None
     for most_states in THINNED_STATES:
-        path = _Walk(chain, budget_bytes, relaxation, most_states=most_states).path()
+        limit = None if best is None else picoseconds(chain, best)
+        path = _Walk(chain, budget_bytes, relaxation, limit=limit, most_states=most_states).path()
         if path is not None and (best is None or _is_faster(chain, path, best)):
             best = path
         near = (1 + NEAR) * relaxation.bound_picoseconds + 1
