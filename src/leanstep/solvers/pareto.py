@@ -70,8 +70,10 @@ def _thinned_path(chain: Chain, budget_bytes: int, relaxation: Relaxation) -> Pa
     for most_states in THINNED_STATES:
         limit = None if best is None else picoseconds(chain, best)
         path = _Walk(chain, budget_bytes, relaxation, limit=limit, most_states=most_states).path()
-        if path is not None and (best is None or _is_faster(chain, path, best)):
-            best = path
+        is_better = path is not None and (best is None or _is_faster(chain, path, best))
+        if not is_better and best is not None:
+            break
+        best = path
         near = (1 + NEAR) * relaxation.bound_picoseconds + 1
         if best is not None and picoseconds(chain, best) <= near:
             break
