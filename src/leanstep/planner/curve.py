@@ -52,6 +52,8 @@ def _floor_bytes(space: Space, solver: Solver) -> int:
 def _points(
     space: Space, asked: Sequence[Solver], budgets: Sequence[int]
 ) -> Iterator[FrontierPoint]:
+    # What one solver has proved about a budget holds for the others: it is worked out once.
+    bounds: dict[int, float] = {}
     for solver in asked:
         for budget_bytes in budgets:
             start = time.perf_counter()
@@ -61,11 +63,13 @@ def _points(
                 continue
             problem = solution.problem or space.problem
             extra = problem.seconds(solution.picks)
+            if budget_bytes not in bounds:
+                bounds[budget_bytes] = bound_seconds(space, solution, budget_bytes)
             yield FrontierPoint(
                 solver=solver.name,
                 budget_bytes=budget_bytes,
                 peak_bytes=problem.peak_bytes(solution.picks),
                 extra_seconds=extra,
-                bound_seconds=min(extra, bound_seconds(space, solution, budget_bytes)),
+                bound_seconds=min(extra, bounds[budget_bytes]),
                 planning_seconds=seconds,
             )
