@@ -18,6 +18,7 @@ from leanstep.planner.whole import Space, relaxed_seconds
 from leanstep.rebuild import build_program
 from leanstep.simulator import simulate
 from leanstep.solvers import Outcome, Problem
+from leanstep.solvers.chain import run_stops
 from leanstep.solvers.exhaustive import Exhaustive
 from leanstep.solvers.optimal import Optimal
 from leanstep.solvers.registry import SOLVERS
@@ -212,3 +213,14 @@ class SimulatedRows:
             bounds=(0, 1),
         )
         return float(answer.fun) if answer.success else 0.0
+
+
+def test_every_run_of_a_short_sequential_is_a_move() -> None:
+    """Runs of four calls in four were left out, and the answer was called optimal all the same."""
+    for seed in range(40):
+        profile = dag_profile(seed, num_blocks=4, most_ops=3, is_sequential=True, is_ordered=True)
+        problem = prepare(profile).problem
+        if problem.joints == {1, 2, 3} and len(problem.segment(0, 4)[0].choices) > 1:
+            break
+
+    assert list(run_stops(problem, 0)) == [2, 3, 4]

@@ -58,18 +58,20 @@ class Account:
         # An output that the next call saves may be dropped too.
         gone = {s.storage for s in effect.shifts if s.nbytes < 0} & view.own_storages
         held = ({save.value.storage for save in view.saves} & view.own_storages) | gone
-        again = Counter(replay.op for replay in effect.replays)
+        paid: dict[int, float] = {}
+        for replay in effect.replays:
+            paid[replay.op] = paid.get(replay.op, 0.0) + replay.seconds(self.profile)
         for index, name in graph.keys(view.block):
             own = [storage for storage, _ in births(graph.ops[index], graph, index)]
             freed_here = [sum(by_storage[s] for s in own) for by_storage in freed]
-            if held.isdisjoint(own) and index not in again and not any(freed_here):
+            if held.isdisjoint(own) and index not in paid and not any(freed_here):
                 continue
             yield OpRow(
                 name,
                 graph.ops[index].source,
                 sum(graph.storages[s].nbytes for s in own if s in held and s not in gone),
                 sum(graph.storages[s].nbytes for s in own if s in gone),
-                again[index] * self.profile.seconds(index),
+                paid.get(index, 0.0),
                 *freed_here,
             )
 

@@ -31,6 +31,10 @@ from leanstep.solvers.base import Bytes, Call, Places, Problem
 from leanstep.solvers.borders import with_borders
 from leanstep.solvers.moves import NOWHERE, Chain, Moves, inside_levels, together, undominated
 
+# Runs of up to this many calls are looked at whatever the number of calls: all there are in a small
+# step.
+SHORT_RUN = 8
+
 
 def chain_of(problem: Problem) -> Chain:
     """The problem as a chain; worked out once."""
@@ -223,13 +227,19 @@ def loose_chain(problem: Problem, chain: Chain) -> Chain:
     return replace(chain, moves=tuple(moves))
 
 
-def _runs(problem: Problem, start: int) -> Iterator[Call]:
-    """The runs of more than one call that begin here."""
+def run_stops(problem: Problem, start: int) -> Iterator[int]:
+    """Where a run of calls that begins here may end, more than one call on."""
     # On an even chain of n calls, runs of √n are the lowest; every length costs a simulation.
-    last = min(len(problem.calls), start + math.isqrt(len(problem.calls)) + 1)
-    for stop in range(start + 2, last + 1):
+    longest = max(SHORT_RUN, math.isqrt(len(problem.calls)) + 1)
+    for stop in range(start + 2, min(len(problem.calls), start + longest) + 1):
         if stop - 1 not in problem.joints:
             return
+        yield stop
+
+
+def _runs(problem: Problem, start: int) -> Iterator[Call]:
+    """The runs of more than one call that begin here."""
+    for stop in run_stops(problem, start):
         run = problem.segment(start, stop)[0]
         if len(run.choices) > 1:
             yield run

@@ -11,7 +11,6 @@ budget and the bytes that the calls before freed: levels are those of the untouc
 """
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,7 +19,7 @@ import numpy.typing as npt
 
 from leanstep.solvers.answers import Answer, answer_of, answers_to, fastest_of, lowest_of
 from leanstep.solvers.base import Bytes, Call, Choice, Problem, Solution
-from leanstep.solvers.chain import chain_of
+from leanstep.solvers.chain import chain_of, run_stops
 from leanstep.solvers.moves import Chain
 
 # As rotor has it: 500 units lose up to two percent of the step, 4,000 a tenth of that.
@@ -33,9 +32,8 @@ INFINITE = 2**62
 class ChainDP:
     """Least time over the listed choices and segments recomputed whole, up to rounding.
 
-    May beat `optimal`, which has no segments, where calls can run as one (`nn.Sequential`). It has
-    to look at every such segment of up to 2√n + 2 calls, once for all budgets: seconds for a
-    hundred calls. Equal segments are simulated once.
+    `optimal` has the same segments and does not round. It looks at every segment of up to √n + 1
+    calls, once for all budgets: seconds for a hundred calls. Equal segments are simulated once.
     """
 
     num_units: int = NUM_UNITS
@@ -90,19 +88,9 @@ def _moves(problem: Problem, chain: Chain, start: int) -> list[_Move]:
         for call, choice, freed, inside in numbers
         if call.span == problem.calls[start].span and not choice.drops_border
     ]
-    runs = (problem.segment(start, stop)[0] for stop in _stops(problem, start))
+    runs = (problem.segment(start, stop)[0] for stop in run_stops(problem, start))
     joined = [_recomputed(problem, run) for run in runs if len(run.choices) > 1]
     return sorted([*alone, *joined], key=lambda move: (move.choice.picoseconds, -move.freed))
-
-
-def _stops(problem: Problem, start: int) -> Iterator[int]:
-    """Where a segment that begins here may end, more than one call on."""
-    # On an even chain of n calls, segments of √n are the lowest: twice that is room enough.
-    last = min(len(problem.calls), start + 2 * math.isqrt(len(problem.calls)) + 2)
-    for stop in range(start + 2, last + 1):
-        if stop - 1 not in problem.joints:
-            return
-        yield stop
 
 
 def _recomputed(problem: Problem, run: Call) -> _Move:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array, hstack
 
-from leanstep.solvers.base import Call, Choice, Outcome, Problem, Solution
+from leanstep.solvers.base import PICOSECONDS, Call, Choice, Outcome, Problem, Solution
 
 Floats = npt.NDArray[np.float64]
 
@@ -97,7 +97,7 @@ class Rows:
             return Solution(Outcome.INFEASIBLE if proved else Outcome.NOT_FOUND)
         picks = self._picks(answer.x)
         outcome = Outcome.OPTIMAL if answer.status == 0 else Outcome.FEASIBLE
-        bound = float(answer.mip_dual_bound or 0.0) * scale / 1e12
+        bound = float(answer.mip_dual_bound or 0.0) * scale / PICOSECONDS
         return Solution(outcome, picks, bound_seconds=min(bound, self.problem.seconds(picks)))
 
     def lowest(self, most_seconds: float, *, within: Solution | None = None) -> Solution:
