@@ -217,6 +217,16 @@ def test_plan_names_what_comes_back_cheaply_and_simulates_the_same() -> None:
     assert simulate(profile, found).peak_bytes == found.peak_bytes
 
 
+def test_explanation_pays_for_the_recipe_and_not_for_the_op() -> None:
+    profile = dropout_profile()
+    found = plan(profile, 10**6, overrides={"block::aten.add": "recompute"})
+
+    (changed,) = found.changed
+    paid = sum(row.seconds for row in changed.rows)
+    assert changed.recipes
+    assert paid == pytest.approx(simulate(profile, found).extra_seconds)
+
+
 def test_simulator_follows_the_decision_not_the_profile() -> None:
     profile = dropout_profile()
     found = plan(profile, 10**6, overrides={"block::aten.add": "recompute"})

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Self
 
 from leanstep.ir import codec
+from leanstep.ir.text import table
+from leanstep.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +61,10 @@ class Frontier:
         for budget_bytes in budgets:
             share = budget_bytes / max(1, self.unplanned_peak_bytes)
             cells = [self._cell(by_place.get((name, budget_bytes))) for name in names]
-            rows.append([f"{budget_bytes / 2**30:.2f} GiB", f"{share:.1%}", *cells])
+            rows.append([format_bytes(budget_bytes), f"{share:.1%}", *cells])
         floors = [f"{nbytes / max(1, self.unplanned_peak_bytes):.1%}" for _, nbytes in self.floors]
         rows.append(["least peak", "", *floors])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
-        return "extra time of a step under each budget\n" + "\n".join(lines)
+        return "\n".join(["extra time of a step under each budget", *table(rows)])
 
     def _cell(self, point: FrontierPoint | None) -> str:
         if point is None:

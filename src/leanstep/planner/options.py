@@ -90,14 +90,6 @@ def check_engine(engine: str) -> None:
         raise InputError(f"no engine is called {engine!r}; there are {', '.join(ENGINES)}")
 
 
-def find_options(
-    profile: Profile, views: Sequence[BlockGraph], engine: str, rules: Sequence[Rule] = ()
-) -> tuple[CallOptions, ...]:
-    """The options of every call."""
-    finder = OptionFinder(profile, views, engine, rules)
-    return tuple(finder.find(view, [index]) for index, view in enumerate(views))
-
-
 class OptionFinder:
     """Find the options of calls, one after the other; equal ones are worked out once."""
 

@@ -64,13 +64,11 @@ class Wishes:
     recompute: frozenset[int] = frozenset()
 
 
-def parse_rules(
-    profile: Profile, overrides: Mapping[str, str] | None, *, without: Sequence[Rule] = ()
-) -> tuple[Rule, ...]:
+def parse_rules(profile: Profile, overrides: Mapping[str, str] | None) -> tuple[Rule, ...]:
     """The profile's marks and the given patterns as rules; the last that matches wins."""
     marks = tuple(Rule(path, "", Action(action)) for path, action in profile.marks)
     given = tuple(_rule(profile, *pair) for pair in (overrides or {}).items())
-    return tuple(rule for rule in (*marks, *given) if rule not in without)
+    return (*marks, *given)
 
 
 def _rule(profile: Profile, pattern: str, action: str) -> Rule:
