@@ -8,7 +8,8 @@
     ├── BudgetError          3   no plan fits the budget; names the least that would
     ├── PlanError            4   a plan does not belong to this model
     ├── GraphError           5   a recorded graph breaks a rule of the IR
-    └── MeasureError         6   a reading of memory cannot be trusted
+    ├── MeasureError         6   a reading of memory cannot be trusted
+    └── VerifyError          7   the planned step has other numbers; it was taken back
 
 The number is the class's ``exit_code``, with which the command line leaves. A message says what
 failed, the numbers, where in the user's source, and what to do about it, in this order. The facts
@@ -47,6 +48,7 @@ class BudgetError(LeanstepError):
         module: the path of the module that runs it, as ``layers.3.mlp``.
         source: the line of the user's code that calls it, as ``model.py:88``.
         overrides: the user's own rules without which the budget could be met.
+        left_out: a sentence for each block that did not repeat itself in a dry run.
     """
 
     exit_code: ClassVar[int] = 3
@@ -57,6 +59,7 @@ class BudgetError(LeanstepError):
     module: Final[str | None]
     source: Final[str | None]
     overrides: Final[tuple[str, ...]]
+    left_out: Final[tuple[str, ...]]
 
     def __init__(
         self,
@@ -67,6 +70,7 @@ class BudgetError(LeanstepError):
         module: str | None = None,
         source: str | None = None,
         overrides: tuple[str, ...] = (),
+        left_out: tuple[str, ...] = (),
     ) -> None:
         self.budget_bytes = budget_bytes
         self.floor_bytes = floor_bytes
@@ -74,12 +78,13 @@ class BudgetError(LeanstepError):
         self.module = module
         self.source = source
         self.overrides = overrides
+        self.left_out = left_out
         super().__init__(self._sentence())
 
     def __reduce__(self) -> tuple[object, ...]:
         # The default hands the message to __init__, so a copy or a pickle between ranks would fail.
         facts = {"op": self.op, "module": self.module, "source": self.source}
-        given = (self.budget_bytes, self.floor_bytes, facts, self.overrides)
+        given = (self.budget_bytes, self.floor_bytes, facts, self.overrides, self.left_out)
         return _budget_error, given, self.__dict__
 
     def _sentence(self) -> str:
@@ -91,6 +96,7 @@ class BudgetError(LeanstepError):
             f"no plan fits {budget}{self._blame()}: the least reachable peak is "
             f"{floor}{self._place()}. Raise the budget to {format_budget_up(self.floor_bytes)}, or "
             f"{'take the override back' if self.overrides else 'make the batch smaller'}."
+            f"{''.join(f' Blocks {line}.' for line in self.left_out)}"
         )
 
     def _blame(self) -> str:
@@ -125,10 +131,35 @@ class MeasureError(LeanstepError):
     exit_code: ClassVar[int] = 6
 
 
+class VerifyError(LeanstepError):
+    """The planned step does not have the numbers of the untouched one; the plan was taken back.
+
+    Attributes:
+        different: what differs, by name.
+    """
+
+    exit_code: ClassVar[int] = 7
+
+    different: Final[tuple[str, ...]]
+
+    def __init__(self, different: tuple[str, ...]) -> None:
+        self.different = different
+        more = f" and {len(different) - 1} more" if len(different) > 1 else ""
+        super().__init__(
+            f"the planned step is not bit-equal to the untouched one: {different[0]}{more} differ. "
+            'The model is as it was. Fit with engine="module", or exact=False if small differences '
+            "are welcome; if the untouched model repeats itself, this is a bug of leanstep's."
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return VerifyError, (self.different,)
+
+
 def _budget_error(
     budget_bytes: int,
     floor_bytes: int,
     facts: dict[str, str | None],
     overrides: tuple[str, ...],
+    left_out: tuple[str, ...] = (),
 ) -> BudgetError:
-    return BudgetError(budget_bytes, floor_bytes, **facts, overrides=overrides)
+    return BudgetError(budget_bytes, floor_bytes, **facts, overrides=overrides, left_out=left_out)

@@ -1,6 +1,8 @@
 """The whole pipeline in one call."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 from leanstep import engines, planner
 from leanstep.api import profile_step, refuse_fitted
 from leanstep.engines import Applied
+from leanstep.errors import VerifyError
 from leanstep.ir import Plan, Profile, Verdict
 from leanstep.planner.options import check_engine
 from leanstep.reporters.terminal import render
@@ -85,17 +88,18 @@ def fit(
     step = make_step(model, batch, loss, optimizer, gradients_kept=gradients_kept)
     refuse_fitted(model)
     recorded = profile_step(step)
-    plan = planner.plan(
-        recorded,
-        _budget_bytes(budget, step, recorded),
-        solver=solver,
-        engine=engine,
-        overrides=overrides,
-        exact=exact,
-    )
-    if not verify:
-        return Fit(recorded, plan, None, engines.apply(model, plan))
-    return _verified(step, recorded, plan, before=look(step))
+    budget_bytes = _budget_bytes(budget, step, recorded)
+
+    def plan_for(known: Profile) -> Plan:
+        return planner.plan(
+            known, budget_bytes, solver=solver, engine=engine, overrides=overrides, exact=exact
+        )
+
+    # Looked at before anything is changed.
+    before = look(step) if verify else None
+    recorded, applied = _rehearsed(step, recorded, plan_for)
+    verdict = None if before is None else _verdict(step, applied, before)
+    return Fit(recorded, applied.plan, verdict, applied)
 
 
 def _budget_bytes(budget: str | int, step: TrainingStep, recorded: Profile) -> int:
@@ -106,11 +110,32 @@ def _budget_bytes(budget: str | int, step: TrainingStep, recorded: Profile) -> i
     return parse_budget(budget, unplanned_peak_bytes=recorded.peak_bytes, free_bytes=free_bytes)
 
 
-def _verified(step: TrainingStep, recorded: Profile, plan: Plan, *, before: Look) -> Fit:
-    applied = engines.apply(step.model, plan)
-    try:
+def _rehearsed(
+    step: TrainingStep, recorded: Profile, plan_for: Callable[[Profile], Plan]
+) -> tuple[Profile, Applied]:
+    """Plan, and plan around every block that does not repeat itself in a dry run."""
+    while True:
+        applied = engines.apply(step.model, plan_for(recorded))
+        with _taken_back_on_error(applied):
+            failed = engines.rehearse(step, applied)
+        if not failed:
+            return recorded, applied
+        applied.remove()
+        recorded = dataclasses.replace(recorded, exclusions=(*recorded.exclusions, *failed))
+
+
+def _verdict(step: TrainingStep, applied: Applied, before: Look) -> Verdict:
+    with _taken_back_on_error(applied):
         verdict = judge(step, applied, before)
+        if verdict.different and not verdict.inexact_allowed:
+            raise VerifyError(verdict.different)
+    return verdict
+
+
+@contextmanager
+def _taken_back_on_error(applied: Applied) -> Iterator[None]:
+    try:
+        yield
     except BaseException:
         applied.remove()
         raise
-    return Fit(recorded, plan, verdict, applied)

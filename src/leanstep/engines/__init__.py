@@ -2,3 +2,4 @@
 
 from leanstep.engines.apply import Applied as Applied
 from leanstep.engines.apply import apply as apply
+from leanstep.engines.rehearsal import rehearse as rehearse

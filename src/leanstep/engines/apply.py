@@ -10,6 +10,7 @@ import torch
 from leanstep.engines.attach import attach, can_attach, detach, is_attached
 from leanstep.engines.runtime import BlockRuntime, Round, SizeWatch
 from leanstep.engines.scope import ModulePaths, Scope
+from leanstep.engines.witness import Witness
 from leanstep.errors import InputError, PlanError
 from leanstep.ir import Decision, Engine, Plan
 
@@ -19,6 +20,7 @@ class Applied:
 
     def __init__(self, model: torch.nn.Module, plan: Plan) -> None:
         self.model, self.plan = model, plan
+        self.rounds = Round()
         self._runners: list[tuple[torch.nn.Module, Callable[..., Any]]] = []
 
     def put(self, module: torch.nn.Module, runner: Callable[..., Any]) -> None:
@@ -43,6 +45,15 @@ class Applied:
             attach(module, runner)
 
     @contextmanager
+    def witnessed_by(self, witness: Witness) -> Iterator[None]:
+        """Let a witness watch the blocks for a while."""
+        self.rounds.witness = witness
+        try:
+            yield
+        finally:
+            self.rounds.witness = None
+
+    @contextmanager
     def paused(self) -> Iterator[None]:
         """Run the untouched model for a while."""
         self.pause()
@@ -61,13 +72,12 @@ def apply(model: torch.nn.Module, plan: Plan) -> Applied:
             _check_block(path, modules, is_stretch=bool(decisions[0].children))
     applied = Applied(model, plan)
     paths = ModulePaths(model, plan.model.evaluating)
-    rounds = Round()
     watch = SizeWatch(plan.peak_bytes, plan.movable_bytes, plan.budget_bytes)
     givers = {decision for decision, after in plan.pairs if after and after.takes_border}
     for path, decisions in by_path.items():
         if all(decision.engine is Engine.UNTOUCHED for decision in decisions):
             continue
-        runner = _runner(Scope(paths, path), decisions, rounds, watch, givers)
+        runner = _runner(Scope(paths, path), decisions, applied.rounds, watch, givers)
         applied.put(modules[path], runner)
     return applied
 

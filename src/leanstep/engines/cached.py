@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from leanstep.engines.context import Context, Handle, ReplayError, unpack
+from leanstep.engines.context import Context, ReplayError, unpack
 from leanstep.engines.live import LiveCall
 from leanstep.engines.randomness import CudaDraw, cuda_state
 from leanstep.engines.recording import GENERATOR, RecordedOp, Ref, look_at
@@ -248,7 +248,7 @@ class CachedCall:
         if dropped or place in self._wanted:
             self._check_layout(tensor, ref)
         if dropped:
-            return Handle(self.context, ref)
+            return self.context.handle(tensor, ref)
         kept = tensor if tensor.is_leaf else tensor.detach()
         if place in self._wanted:
             self._kept[place] = kept

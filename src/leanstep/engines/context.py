@@ -14,6 +14,7 @@ import torch
 from leanstep.engines.border import Border, Borders, BorderSource, Gate, Guarded
 from leanstep.engines.randomness import CudaDraw, cpu_draws_from, cuda_draws_from
 from leanstep.engines.recording import GENERATOR, RecordedOp, Ref
+from leanstep.engines.witness import Witness, witnessed
 from leanstep.errors import LeanstepError
 from leanstep.ir import Value
 from leanstep.rebuild import Program, Session
@@ -73,6 +74,7 @@ class Context:
         "borders",
         "gate",
         "on_backward",
+        "witness",
     )
 
     def __init__(
@@ -81,8 +83,9 @@ class Context:
         on_backward: Callable[[], None],
         gate: Gate | None = None,
         borders: Borders | None = None,
+        witness: Witness | None = None,
     ) -> None:
-        self.block_name = block_name
+        self.block_name, self.witness = block_name, witness
         self.gate, self.borders = gate, borders
         self.on_backward = on_backward
         self._buffers: dict[int, torch.Tensor] = {}
@@ -103,6 +106,16 @@ class Context:
         """What autograd shall hold for a kept tensor."""
         source = self.source(tensor)
         return source if self.gate is None else Guarded(self.gate, source)
+
+    def handle(self, tensor: torch.Tensor, ref: Ref) -> "Handle":
+        """What autograd shall hold for a tensor that is dropped."""
+        if self.witness is None:
+            return Handle(self, ref)
+        return WitnessedHandle(self, ref, self.witness, self.witness.see(tensor))
+
+    def is_pinned(self, value: Value) -> bool:
+        """Whether requests for a value are answered with a tensor that was kept after all."""
+        return value in self._pinned
 
     def give(self, tensor: torch.Tensor, ref: Ref) -> None:
         """Note, once filled, that an output is dropped."""
@@ -240,6 +253,28 @@ class Handle:
         if not self.asked:
             self.context.answered(self.ref.value)
         self.context.released(self.ref.value)
+
+
+class WitnessedHandle(Handle):
+    """A handle in a rehearsal: it knows what the tensor was."""
+
+    __slots__ = ("_seen", "_witness")
+
+    def __init__(
+        self, context: Context, ref: Ref, witness: Witness, seen: torch.Tensor | None
+    ) -> None:
+        super().__init__(context, ref)
+        self._witness, self._seen = witness, seen
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor, rebuilt and compared."""
+        name = self.context.block_name
+        with witnessed(self._witness, name):
+            tensor = super().tensor()
+        if not self.context.is_pinned(self.ref.value):
+            size = "×".join(map(str, self.ref.size))
+            self._witness.compare(name, f"a dropped tensor of {size}", self._seen, tensor)
+        return tensor
 
 
 def unpack(packed: Any) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from leanstep.engines.context import Context, Handle, unpack
+from leanstep.engines.context import Context, unpack
 from leanstep.engines.recording import GENERATOR, CallRecorder, RecordedOp, Ref
 from leanstep.engines.scope import Scope
 from leanstep.ir import Value
@@ -94,7 +94,7 @@ class LiveCall:
         self._saved_at.append(len(self.recorder.names))
         if dropped:
             self._wanted[ref.value] = self._wanted.get(ref.value, 0) + 1
-            return Handle(self.context, ref)
+            return self.context.handle(tensor, ref)
         kept = self.recorder.detached(tensor)
         if not self.recorder.is_outside(storage):
             self._kept[ref.value] = kept

@@ -5,7 +5,7 @@ move once, user hooks inside the block fire once, and Python's own random number
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ _MODULE_OWN = frozenset(vars(torch.nn.Module()))
 
 
 def run_checkpointed(
+    block_name: str,
     module: torch.nn.Module,
     forward: Callable[..., Any],
     args: tuple[Any, ...],
@@ -25,29 +26,38 @@ def run_checkpointed(
     rounds: Any,
 ) -> Any:
     """Run a module so that backward runs it again instead of holding what it saved."""
-    call = _CheckpointedCall(module, forward, rounds)
+    call = _CheckpointedCall(block_name, module, forward, rounds)
     return checkpoint(call, args, kwargs, use_reentrant=False)
 
 
 class _CheckpointedCall:
     """The function that checkpointing calls twice: once in forward, once in backward."""
 
-    def __init__(self, module: torch.nn.Module, forward: Callable[..., Any], rounds: Any) -> None:
+    def __init__(
+        self,
+        block_name: str,
+        module: torch.nn.Module,
+        forward: Callable[..., Any],
+        rounds: Any,
+    ) -> None:
+        self.block_name = block_name
         self.module, self.forward, self.rounds = module, forward, rounds
+        self.seen = None if rounds.witness is None else rounds.witness.first_run()
         self.fired: dict[int, bool] = {}
         self.start: _Start | None = None
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.start is None:
             self.start = _Start(self.module, tree_leaves((args, kwargs)))
-            with _watched_hooks(self.module, self.fired):
+            with _watched_hooks(self.module, self.fired), self.seen or nullcontext():
                 out = self.forward(self.module, *args, **kwargs)
             self.start.keep_what_changed()
             return out
         self.rounds.saw_backward()
         active, self.rounds.active = self.rounds.active, True
+        seen = nullcontext() if self.seen is None else self.seen.again(self.block_name)
         try:
-            with _silent_hooks(self.module, self.fired), self.start.again():
+            with _silent_hooks(self.module, self.fired), self.start.again(), seen:
                 return self.forward(self.module, *args, **kwargs)
         finally:
             self.rounds.active = active

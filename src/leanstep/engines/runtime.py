@@ -12,6 +12,7 @@ from leanstep.engines.context import Context
 from leanstep.engines.module import run_checkpointed
 from leanstep.engines.replay import Replayer
 from leanstep.engines.scope import Scope
+from leanstep.engines.witness import Witness, witnessed
 from leanstep.ir import Decision, Engine
 from leanstep.torch_private import in_backward, saving_hooks_work, tree_leaves
 from leanstep.units import format_bytes
@@ -19,12 +20,16 @@ from leanstep.units import format_bytes
 
 @dataclass
 class Round:
-    """The calls between two backward passes: occurrences are counted from its start."""
+    """The calls between two backward passes: occurrences are counted from its start.
+
+    In a rehearsal there is a witness.
+    """
 
     number: int = 0
     backward_seen: bool = False
     active: bool = False
     borders: Borders = field(default_factory=Borders)
+    witness: Witness | None = None
 
     def begin_call(self) -> int:
         """The number of the round that a call belongs to."""
@@ -107,15 +112,27 @@ class BlockRuntime:
             return forward(module, *args, **kwargs)
         self.rounds.active = True
         try:
-            if decision.engine is Engine.MODULE:
-                return run_checkpointed(module, forward, args, kwargs, self.rounds)
-            borders = self.rounds.borders
-            gate = Gate(borders, tree_leaves((args, kwargs))) if decision.border_in else None
-            gives = borders if self.gives[place] else None
-            context = Context(self.name, self.rounds.saw_backward, gate, gives)
-            return self.replays[place].run(context, module, forward, args, kwargs)
+            with witnessed(self.rounds.witness, self.name):
+                return self._planned(place, module, forward, args, kwargs)
         finally:
             self.rounds.active = False
+
+    def _planned(
+        self,
+        place: int,
+        module: torch.nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        decision, rounds = self.decisions[place], self.rounds
+        if decision.engine is Engine.MODULE:
+            return run_checkpointed(self.name, module, forward, args, kwargs, rounds)
+        leaves = tree_leaves((args, kwargs)) if decision.border_in else ()
+        gate = Gate(rounds.borders, leaves) if decision.border_in else None
+        gives = rounds.borders if self.gives[place] else None
+        context = Context(self.name, rounds.saw_backward, gate, gives, rounds.witness)
+        return self.replays[place].run(context, module, forward, args, kwargs)
 
     def _place(self) -> int:
         """Which of the decisions this call follows: the last whose turn has come."""

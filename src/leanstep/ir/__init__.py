@@ -3,6 +3,7 @@
 from leanstep.ir.decision import Decision as Decision
 from leanstep.ir.decision import Engine as Engine
 from leanstep.ir.decision import OpRow as OpRow
+from leanstep.ir.exclusion import Exclusion as Exclusion
 from leanstep.ir.explanation import Explanation as Explanation
 from leanstep.ir.explanation import Group as Group
 from leanstep.ir.frontier import Frontier as Frontier

@@ -6,6 +6,8 @@ from typing import Self
 
 from leanstep.ir import codec
 from leanstep.ir.check import check_blocks, check_graph
+from leanstep.ir.decision import Engine
+from leanstep.ir.exclusion import Exclusion
 from leanstep.ir.graph import Block, Graph
 from leanstep.ir.identity import Identity
 
@@ -45,7 +47,7 @@ class Profile:
     account (its rounding, what is allocated outside every op). `gradients_kept` says that
     gradients were alive at the step's start. `marks` are the modules that the user wants kept or
     recomputed, by path. `estimated` says that nothing was measured: the step was imagined for a
-    device that was not there.
+    device that was not there. `exclusions` are the blocks that an engine must not run.
     """
 
     graph: Graph = field(repr=False)
@@ -62,10 +64,15 @@ class Profile:
     marks: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
     estimated: bool = False
+    exclusions: tuple[Exclusion, ...] = ()
 
     def seconds(self, op_index: int) -> float:
         """The measured seconds of one op."""
         return self.costs[self.graph.ops[op_index].cost].seconds
+
+    def excludes(self, block: Block, engine: Engine) -> bool:
+        """Whether an engine must not run a block call."""
+        return any(one.engine is engine and one.covers(block) for one in self.exclusions)
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON."""

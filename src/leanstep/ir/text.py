@@ -28,3 +28,9 @@ def names_in_a_row(names: Sequence[str], order: Sequence[str], most: int = 3) ->
         stretches[most - 1 : -1] = ["…"]
     text = ", ".join(stretches)
     return f"{text} ({len(names)} calls)" if len(names) > 2 else text
+
+
+def some_names(names: Sequence[str], most: int = 3) -> str:
+    """The first few names of a list: `a, b, c and 4 more`."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"

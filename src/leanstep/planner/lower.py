@@ -6,6 +6,7 @@ from dataclasses import replace
 from leanstep.blockgraph import BlockGraph
 from leanstep.effects import Effect
 from leanstep.ir import Decision, Engine, Plan, Profile, Timeline
+from leanstep.ir.text import some_names
 from leanstep.planner.explain import Account
 from leanstep.planner.options import Option
 from leanstep.planner.segments import Part
@@ -135,8 +136,7 @@ def _stuck_notes(parts: Sequence[Part]) -> tuple[str, ...]:
     names = [part.view.block.name for part in parts if _is_stuck(part)]
     if not names:
         return ()
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return (f"nothing can be dropped in {', '.join(names[:3])}{more}",)
+    return (f"nothing can be dropped in {some_names(names)}",)
 
 
 def _inexact_notes(profile: Profile, found: Sequence[Effect]) -> tuple[str, ...]:

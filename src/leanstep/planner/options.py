@@ -112,16 +112,28 @@ class OptionFinder:
 
         Several made one have two options: to keep all, and to drop all.
         """
+        engine = self._engine(view)
+        if engine is None:
+            return _alone(UNTOUCHED)
         wished = wishes(view, self.rules)
         frame = frame_of(view, self._behind, self._turn)
         borders = self._borders(view, members)
         is_joined = len(members) > 1
-        key = is_joined, _key(view, frame, borders, wished)
+        key = is_joined, engine, _key(view, frame, borders, wished)
         if key in self._known:
             return _moved(self.profile, *self._known[key], view, frame)
-        found = _call_options(self.profile, view, borders, wished, self.engine, is_joined)
+        found = _call_options(self.profile, view, borders, wished, engine, is_joined)
         self._known[key] = view, frame, found
         return found
+
+    def _engine(self, view: BlockGraph) -> str | None:
+        """The engines that may run a call, in the words of `ENGINES`; None where none may."""
+        excluded = {e for e in Engine if self.profile.excludes(view.block, e)}
+        if not excluded:
+            return self.engine
+        allowed = {"auto": set(Engine), "replay": {Engine.REPLAY}, "module": {Engine.MODULE}}
+        left = allowed[self.engine] - excluded - {Engine.UNTOUCHED}
+        return left.pop().value if left else None
 
     def _borders(self, view: BlockGraph, members: Collection[int]) -> frozenset[int]:
         """What a call saved that an op of another call reads.

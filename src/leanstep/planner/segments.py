@@ -72,7 +72,10 @@ class Parts:
         return BlockGraph(self.profile.graph, block, recipes)
 
     def _joined(self, start: int, stop: int) -> Block | None:
-        return self._names.join(self.profile.blocks[start:stop])
+        blocks = self.profile.blocks[start:stop]
+        if any(one.covers(block) for one in self.profile.exclusions for block in blocks):
+            return None
+        return self._names.join(blocks)
 
     def _part(self, view: BlockGraph, span: tuple[int, int]) -> Part:
         options = self._finder.find(view, range(*span))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from leanstep.blockgraph import BlockGraph
 from leanstep.errors import BudgetError
 from leanstep.ir import Plan, Profile
+from leanstep.ir.exclusion import left_out
 from leanstep.planner.lower import effects, lower
 from leanstep.planner.options import CallOptions, Option, check_engine
 from leanstep.planner.overrides import Rule, parse_rules, unmet
@@ -48,9 +49,12 @@ class Space:
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know about the overrides."""
+        """What the user should know about overrides and about blocks that are left out."""
         droppable = [call.droppable for call in self.options]
-        return list(unmet(self.views, droppable, self.rules))
+        return [
+            *unmet(self.views, droppable, self.rules),
+            *left_out(self.profile.exclusions),
+        ]
 
 
 def _option(part: Part, pick: Choice) -> Option:
@@ -172,6 +176,7 @@ def _budget_error(space: Space, solver: Solver, budget_bytes: int) -> BudgetErro
         module=space.profile.graph.path(op) or None,
         source=op.source or None,
         overrides=_to_blame(space, budget_bytes, solver),
+        left_out=tuple(left_out(space.profile.exclusions)),
     )
 
 

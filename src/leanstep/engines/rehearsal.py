@@ -1,0 +1,35 @@
+"""Run a planned step once before it is trusted; find the blocks that do not repeat themselves."""
+
+import torch
+
+from leanstep.engines.apply import Applied
+from leanstep.engines.witness import Witness
+from leanstep.ir import Exclusion
+from leanstep.ir.graph import block_name
+from leanstep.state import untouched
+from leanstep.step import TrainingStep
+
+
+def rehearse(step: TrainingStep, applied: Applied) -> tuple[Exclusion, ...]:
+    """Run forward and backward under the plan, which leaves no trace; name who failed, and why."""
+    witness = Witness(compares=applied.plan.exact)
+    with untouched(step), applied.witnessed_by(witness):
+        try:
+            step.compute_loss().backward()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if not witness.current:
+                raise
+            first_line = str(error).partition("\n")[0]
+            witness.doubt(
+                witness.current,
+                f"in a dry run it raised {type(error).__name__}: {first_line}",
+            )
+    witness.close()
+    found = (
+        Exclusion(decision.path, decision.children, decision.engine, reason)
+        for decision in applied.plan.changed
+        if (reason := witness.doubts.get(block_name(decision.path, decision.children)))
+    )
+    return tuple(dict.fromkeys(found))
