@@ -16,7 +16,7 @@ from leanstep.ir.check import check_blocks, check_graph
 from leanstep.marks import marks_of
 from leanstep.profiler import measure, with_recipes
 from leanstep.profiler.cache import device_name
-from leanstep.recorder import record
+from leanstep.recorder import Attic, first_run_fits, record
 from leanstep.recorder.blocks import find_blocks
 from leanstep.recorder.identity import identity_of
 from leanstep.recorder.signatures import Signatures
@@ -24,7 +24,7 @@ from leanstep.simulator import simulate, static_bytes
 from leanstep.state import untouched
 from leanstep.step import Loss, TrainingStep, make_step
 from leanstep.truth import median_seconds, peak_rise_bytes, resident_bytes
-from leanstep.verifier import judge, look
+from leanstep.verifier import judge, look_at_untouched
 
 
 def profile(
@@ -81,12 +81,12 @@ def profile_step(step: TrainingStep) -> Profile:
     signatures = Signatures()
     with untouched(step):
         # Optimizer state is made at the first step; it must be there before the recorded one.
-        step.first_run()
-        seconds = median_seconds(step.run, step.device)
+        fits = first_run_fits(step)
+        seconds = median_seconds(step.run, step.device) if fits else 0.0
         resident = resident_bytes(step)
-        graph = record(step, signatures)
+        graph = record(step, signatures, attic=None if fits else Attic())
         check_graph(graph)
-        rise = _measured_rise(step)
+        rise = _measured_rise(step) if fits else 0
     costs, notes = measure(signatures.specs, signatures.that_write(graph), step.device)
     marks = marks_of(step.model)
     blocks = find_blocks(step.model, graph, [path for path, _ in marks])
@@ -95,7 +95,7 @@ def profile_step(step: TrainingStep) -> Profile:
         graph=graph,
         blocks=blocks,
         costs=tuple(with_recipes(costs, signatures.specs, step.device)),
-        step_seconds=seconds,
+        step_seconds=seconds or sum(costs[op.cost].seconds for op in graph.ops),
         other_bytes=0,
         peak_bytes=0,
         device=device_name(step.device),
@@ -104,6 +104,7 @@ def profile_step(step: TrainingStep) -> Profile:
         gradients_kept=step.gradients_kept,
         marks=marks,
         notes=tuple(notes),
+        fits_device=fits,
     )
     return _with_peak(draft, max(0, resident - static_bytes(draft)), rise)
 
@@ -156,12 +157,17 @@ def verify(
     step = make_step(model, batch, loss, optimizer, gradients_kept=gradients_kept)
     refuse_fitted(model)
     check_step(step, plan)
-    before = look(step)
+    before = look_at_untouched(step, fits_device=_fits(step))
     applied = engines.apply(model, plan)
     try:
         return judge(step, applied, before)
     finally:
         applied.remove()
+
+
+def _fits(step: TrainingStep) -> bool:
+    with untouched(step):
+        return first_run_fits(step)
 
 
 def refuse_fitted(model: torch.nn.Module) -> None:

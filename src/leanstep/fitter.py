@@ -11,15 +11,15 @@ import torch
 from leanstep import engines, planner
 from leanstep.api import profile_step, refuse_fitted
 from leanstep.engines import Applied
-from leanstep.errors import VerifyError
-from leanstep.ir import Plan, Profile, Verdict
+from leanstep.errors import MeasureError, VerifyError
+from leanstep.ir import Exclusion, Plan, Profile, Verdict
 from leanstep.planner.options import check_engine
 from leanstep.reporters.terminal import render
 from leanstep.solvers.base import Solver
 from leanstep.solvers.registry import find_solver
 from leanstep.step import Loss, TrainingStep, make_step
-from leanstep.units import check_budget, parse_budget
-from leanstep.verifier import Look, judge, look
+from leanstep.units import check_budget, format_bytes, parse_budget
+from leanstep.verifier import Look, judge, look_at_untouched
 
 
 @dataclass(frozen=True, repr=False)
@@ -96,7 +96,7 @@ def fit(
         )
 
     # Looked at before anything is changed.
-    before = look(step) if verify else None
+    before = look_at_untouched(step, fits_device=recorded.fits_device) if verify else None
     recorded, applied = _rehearsed(step, recorded, plan_for)
     verdict = None if before is None else _verdict(step, applied, before)
     return Fit(recorded, applied.plan, verdict, applied)
@@ -117,11 +117,22 @@ def _rehearsed(
     while True:
         applied = engines.apply(step.model, plan_for(recorded))
         with _taken_back_on_error(applied):
-            failed = engines.rehearse(step, applied)
+            failed = _failed(step, applied)
         if not failed:
             return recorded, applied
         applied.remove()
         recorded = dataclasses.replace(recorded, exclusions=(*recorded.exclusions, *failed))
+
+
+def _failed(step: TrainingStep, applied: Applied) -> tuple[Exclusion, ...]:
+    try:
+        return engines.rehearse(step, applied)
+    except torch.OutOfMemoryError as error:
+        peak = format_bytes(applied.plan.peak_bytes)
+        raise MeasureError(
+            f"the planned step ran out of memory on {step.device}, although its peak is predicted "
+            f"to be {peak}: ask for a smaller budget, or see what else holds memory there. {error}"
+        ) from None
 
 
 def _verdict(step: TrainingStep, applied: Applied, before: Look) -> Verdict:

@@ -1,11 +1,14 @@
 """Compare the planned step with the untouched one: every number, peak and time."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 
 from leanstep.engines import Applied
 from leanstep.ir import Verdict
+from leanstep.recorder import in_host_memory
 from leanstep.state import untouched
 from leanstep.step import TrainingStep
 from leanstep.truth import median_seconds, peak_rise_bytes, resident_bytes
@@ -23,22 +26,18 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Look:
-    """One step seen from all sides."""
+    """One step seen from all sides; its memory only if it fits on the device."""
 
     outcome: Outcome
     again: Outcome
     resident_bytes: int
     rise_bytes: int
+    fits_device: bool = True
 
 
 def look(step: TrainingStep) -> Look:
     """Run a step for its numbers, then for its memory; leave no trace."""
-    with untouched(step):
-        outcome = again = _outcome(step)
-    if step.device.type == "cuda":
-        # Many CUDA kernels sum in the order they finish: a second run shows the model's own spread.
-        with untouched(step):
-            again = _outcome(step)
+    outcome, again = _outcomes(step, nullcontext)
     with untouched(step):
         # Optimizer state is made at the first step and counts in the peak from then on.
         step.first_run()
@@ -47,14 +46,44 @@ def look(step: TrainingStep) -> Look:
     return Look(outcome, again, resident, rise)
 
 
-def race(step: TrainingStep, applied: Applied, rounds: int = 3) -> tuple[float, float]:
-    """The median seconds of the untouched and the planned step, in turns on a noisy machine."""
+def look_at_untouched(step: TrainingStep, *, fits_device: bool) -> Look:
+    """The same, before a plan is in force.
+
+    A step that does not fit is run for its numbers alone, with its activations in host memory.
+    """
+    if fits_device:
+        return look(step)
+    return Look(*_outcomes(step, in_host_memory), 0, 0, fits_device=False)
+
+
+def _outcomes(
+    step: TrainingStep, room: Callable[[], AbstractContextManager[None]]
+) -> tuple[Outcome, Outcome]:
+    with untouched(step), room():
+        outcome = again = _outcome(step)
+    if step.device.type == "cuda":
+        # Many CUDA kernels sum in the order they finish: a second run shows the model's own spread.
+        with untouched(step), room():
+            again = _outcome(step)
+    return outcome, again
+
+
+def race(
+    step: TrainingStep, applied: Applied, rounds: int = 3, *, fits_device: bool = True
+) -> tuple[float, float]:
+    """The median seconds of the untouched and the planned step, in turns on a noisy machine.
+
+    An untouched step that cannot run takes what the plan says.
+    """
     untouched_seconds, planned_seconds = [], []
     with untouched(step):
         for _ in range(rounds):
-            with applied.paused():
-                step.run()
-                untouched_seconds.append(median_seconds(step.run, step.device, repeats=1))
+            if fits_device:
+                with applied.paused():
+                    step.run()
+                    untouched_seconds.append(median_seconds(step.run, step.device, repeats=1))
+            else:
+                untouched_seconds.append(applied.plan.step_seconds)
             step.run()
             planned_seconds.append(median_seconds(step.run, step.device, repeats=1))
     middle = rounds // 2
@@ -87,20 +116,23 @@ def _host(tensor: torch.Tensor) -> torch.Tensor:
 
 def judge(step: TrainingStep, applied: Applied, before: Look) -> Verdict:
     """Judge the planned step, now in force, against a look at the untouched one."""
-    plan, after = applied.plan, look(step)
-    baseline_seconds, measured_seconds = race(step, applied)
+    plan, after, fits_device = applied.plan, look(step), before.fits_device
+    baseline_seconds, measured_seconds = race(step, applied, fits_device=fits_device)
     different, spread = differences(before, after.outcome)
     if different and before.again is before.outcome:
         # Is it the plan, or does the untouched model not repeat itself?
-        with applied.paused(), untouched(step):
-            before = replace(before, again=_outcome(step))
+        room = nullcontext if fits_device else in_host_memory
+        with applied.paused():
+            before = replace(before, again=_outcomes(step, room)[0])
         different, spread = differences(before, after.outcome)
     apart = {} if plan.exact else distances(before.outcome, after.outcome)
     # The CPU's allocator cannot tell what it holds: what the recording saw counts there too.
     known = plan.peak_bytes - plan.movable_bytes if step.device.type == "cpu" else 0
     return Verdict(
         budget_bytes=plan.budget_bytes,
-        baseline_peak_bytes=before.rise_bytes + max(before.resident_bytes, known),
+        baseline_peak_bytes=before.rise_bytes + max(before.resident_bytes, known)
+        if fits_device
+        else plan.unplanned_peak_bytes,
         predicted_peak_bytes=plan.peak_bytes,
         measured_peak_bytes=after.rise_bytes + max(after.resident_bytes, known),
         baseline_seconds=baseline_seconds,
@@ -112,7 +144,8 @@ def judge(step: TrainingStep, applied: Applied, before: Look) -> Verdict:
         random_state_equal=not any(name.startswith("random") for name in different),
         different=different,
         within_spread=spread,
-        assumptions=assumptions(step),
+        assumptions=assumptions(step, fits_device=fits_device),
+        baseline_fits=fits_device,
         inexact_allowed=not plan.exact,
         largest_difference=max((distance for distance, _ in apart.values()), default=0.0),
         beyond_tolerance=tuple(name for name, (far, most) in apart.items() if not far <= most),
@@ -192,7 +225,7 @@ def _same(old: torch.Tensor | None, new: torch.Tensor | None) -> bool:
     return torch.equal(flat_old.view(torch.uint8), flat_new.view(torch.uint8))
 
 
-def assumptions(step: TrainingStep) -> tuple[str, ...]:
+def assumptions(step: TrainingStep, *, fits_device: bool = True) -> tuple[str, ...]:
     """What was measured, in sentences a person can check against their own loop."""
     if step.gradients_kept:
         start = "gradients are alive when the step starts (accumulation), and stay"
@@ -201,4 +234,11 @@ def assumptions(step: TrainingStep) -> tuple[str, ...]:
     update = "optimizer.step() is part of it" if step.optimizer else "it has no optimizer"
     if step.optimizer and step.gradients_kept:
         update = "optimizer.step() is not part of it, its state is there"
-    return ("one batch of the shapes given", start, update, "outputs are dropped after backward")
+    said = ("one batch of the shapes given", start, update, "outputs are dropped after backward")
+    if fits_device:
+        return said
+    return (
+        *said,
+        "the untouched step does not fit on the device: its peak and time are predicted, and its "
+        "numbers were computed with activations in host memory",
+    )

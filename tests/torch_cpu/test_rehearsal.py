@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from torch import nn
 
 import leanstep
 from leanstep.engines.witness import checksum

@@ -2,33 +2,16 @@
 
 import dataclasses
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Self
 
 import torch
 
 from leanstep.ir import Graph, Op
 from leanstep.recorder.signatures import CallSpec, TensorSpec
-from leanstep.truth import OpMeter, cuda_bytes
+from leanstep.truth import IdleMeter, cuda_bytes
 
 
-class ImaginedMeter(OpMeter):
+class ImaginedMeter(IdleMeter):
     """Count storages as CUDA's allocator does; rises follow from the graph (`with_rises`)."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-        self._num_ops = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def op(self) -> AbstractContextManager[None]:
-        """Hold one op."""
-        self._num_ops += 1
-        return nullcontext()
 
     def nbytes(self, tensor: torch.Tensor) -> int:
         """What a tensor's storage would take from the allocator."""
@@ -37,10 +20,6 @@ class ImaginedMeter(OpMeter):
     def draws_on_host(self, result: torch.Tensor) -> bool:
         """On CUDA each op notes where in the stream it drew: no draw depends on the one before."""
         return False
-
-    def rises(self) -> list[int]:
-        """Nothing is measured."""
-        return [0] * self._num_ops
 
 
 def with_rises(graph: Graph, specs: Sequence[CallSpec]) -> Graph:

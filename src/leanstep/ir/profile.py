@@ -47,7 +47,8 @@ class Profile:
     account (its rounding, what is allocated outside every op). `gradients_kept` says that
     gradients were alive at the step's start. `marks` are the modules that the user wants kept or
     recomputed, by path. `estimated` says that nothing was measured: the step was imagined for a
-    device that was not there. `exclusions` are the blocks that an engine must not run.
+    device that was not there. `exclusions` are the blocks that an engine must not run. Where the
+    untouched step does not fit on its device (`fits_device`), its time is the sum over its ops.
     """
 
     graph: Graph = field(repr=False)
@@ -65,6 +66,7 @@ class Profile:
     notes: tuple[str, ...] = ()
     estimated: bool = False
     exclusions: tuple[Exclusion, ...] = ()
+    fits_device: bool = True
 
     def seconds(self, op_index: int) -> float:
         """The measured seconds of one op."""

@@ -19,6 +19,9 @@ class Verdict:
     With `inexact_allowed` the plan may rebuild values by cheap replays with other bits:
     `largest_difference` is then the largest relative difference of the loss or a gradient, and
     `beyond_tolerance` names what is further off than the square root of its type's precision.
+
+    Where the untouched step does not fit on the device (`baseline_fits`), its peak and time are
+    predicted, and its numbers come from a run with activations in host memory.
     """
 
     budget_bytes: int
@@ -38,6 +41,7 @@ class Verdict:
     inexact_allowed: bool = False
     largest_difference: float = 0.0
     beyond_tolerance: tuple[str, ...] = ()
+    baseline_fits: bool = True
 
     @property
     def exact(self) -> bool:

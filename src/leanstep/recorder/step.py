@@ -8,6 +8,7 @@ count, less the tensors that stand in for autograd's.
 """
 
 import dataclasses
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
@@ -18,6 +19,7 @@ import torch
 from leanstep import torch_private
 from leanstep.ir import Category, Fact, Graph, ModuleCall, Op, Phase, Save, Storage, Unpack, Value
 from leanstep.recorder.accumulation import EngineSums
+from leanstep.recorder.attic import Attic
 from leanstep.recorder.facts import (
     DrawOrder,
     OpInfo,
@@ -36,7 +38,7 @@ from leanstep.truth import OpMeter
 class _Saved:
     """What autograd holds instead of a tensor while a step is recorded."""
 
-    __slots__ = ("index", "recording", "tensor")
+    __slots__ = ("__weakref__", "index", "recording", "tensor")
 
     def __init__(self, recording: "StepRecording", index: int, tensor: torch.Tensor) -> None:
         self.recording, self.index, self.tensor = recording, index, tensor
@@ -46,11 +48,15 @@ class _Saved:
 
 
 class StepRecording(torch_private.TorchDispatchMode):
-    """The dispatch mode and hooks that write down one step."""
+    """The dispatch mode and hooks that write down one step.
 
-    def __init__(self, meter: OpMeter, signatures: Signatures) -> None:
+    With an attic, what only autograd holds is moved there.
+    """
+
+    def __init__(self, meter: OpMeter, signatures: Signatures, attic: Attic | None = None) -> None:
         super().__init__()
-        self.meter, self.signatures = meter, signatures
+        self.meter, self.signatures, self.attic = meter, signatures, attic
+        self._standins: dict[int, weakref.ref[_Saved]] = {}
         self.ops: list[Op] = []
         self.saves: list[Save] = []
         self.unpacks: list[Unpack] = []
@@ -229,12 +235,20 @@ class StepRecording(torch_private.TorchDispatchMode):
 
     def _died(self, number: int) -> None:
         self.deaths[number] = self._started - 1
+        if self.attic is not None:
+            self.attic.forget(number)
 
     def _poll_natural_deaths(self) -> None:
         for number, holds in list(self._holds.items()):
             if torch_private.storage_use_count(self._addresses[number]) <= holds:
                 self.natural_deaths[number] = self._started - 1
                 del self._holds[number]
+                self._put_away(number)
+
+    def _put_away(self, number: int) -> None:
+        saved = self._standins[number]() if number in self._standins else None
+        if self.attic is not None and saved is not None and self.births[number] >= 0:
+            self.attic.take(number, saved.tensor.untyped_storage())
 
     # What autograd saves.
 
@@ -252,7 +266,10 @@ class StepRecording(torch_private.TorchDispatchMode):
             self._holds[number] = self._holds.get(number, 0) + 1
             self._addresses[number] = torch_private.storage_address(tensor)
         self.saves.append(Save(self.book.value(number), self._stack[-1], len(self.ops), -1))
-        return _Saved(self, len(self.saves) - 1, standin)
+        saved = _Saved(self, len(self.saves) - 1, standin)
+        if self.attic is not None:
+            self._standins[number] = weakref.ref(saved)
+        return saved
 
     def unpack(self, saved: Any) -> torch.Tensor:
         """Note that backward asks for a saved tensor."""
@@ -260,6 +277,9 @@ class StepRecording(torch_private.TorchDispatchMode):
             return saved
         self.unpacks.append(Unpack(saved.index, len(self.ops)))
         tensor: torch.Tensor = saved.tensor
+        if self.attic is not None:
+            number = self.saves[saved.index].value.storage
+            self.attic.bring(number, tensor.untyped_storage())
         return tensor
 
     def released(self, index: int) -> None:
@@ -334,10 +354,16 @@ class StepRecording(torch_private.TorchDispatchMode):
         return self.ops[death + 1].phase is not Phase.FORWARD
 
 
-def record(step: TrainingStep, signatures: Signatures, meter: OpMeter | None = None) -> Graph:
+def record(
+    step: TrainingStep,
+    signatures: Signatures,
+    meter: OpMeter | None = None,
+    *,
+    attic: Attic | None = None,
+) -> Graph:
     """Run one training step and return its graph; the caller keeps what the step changes."""
     with meter or OpMeter(step.device) as meter:
-        recording = StepRecording(meter, signatures)
+        recording = StepRecording(meter, signatures, attic)
         with ExitStack() as stack:
             stack.enter_context(_module_hooks(step.model, recording))
             _adopt_static(step, recording)

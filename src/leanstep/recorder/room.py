@@ -1,0 +1,52 @@
+"""Run a step that does not fit on its device, with its activations in host memory."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from leanstep.errors import MeasureError
+from leanstep.recorder.attic import Attic
+from leanstep.recorder.signatures import Signatures
+from leanstep.recorder.step import StepRecording
+from leanstep.step import TrainingStep
+from leanstep.truth import IdleMeter
+
+
+@contextmanager
+def in_host_memory() -> Iterator[None]:
+    """Hold in host memory what only autograd holds, inside the block."""
+    recording = StepRecording(IdleMeter(), Signatures(), Attic())
+    hooks = torch.autograd.graph.saved_tensors_hooks(recording.pack, recording.unpack)
+    with recording, hooks:
+        yield
+
+
+def first_run_fits(step: TrainingStep) -> bool:
+    """Run a step for the first time: as it is or, where that does not fit, in host memory."""
+    if _runs(step):
+        return True
+    with in_host_memory():
+        runs = _runs(step)
+    if not runs:
+        raise MeasureError(
+            f"the step does not fit on {step.device} even with its activations in host memory: "
+            "make the batch or the model smaller, or shard the model"
+        )
+    return False
+
+
+def _runs(step: TrainingStep) -> bool:
+    try:
+        step.first_run()
+    except torch.OutOfMemoryError:
+        pass
+    else:
+        return True
+    # Past the handler: the error held the frames, and those held the tensors.
+    step.drop_gradients()
+    gc.collect()
+    if step.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return False
