@@ -179,6 +179,10 @@ def test_block_that_cannot_be_replayed_runs_by_module() -> None:
     found = plan(profile, profile.peak_bytes - 10**6)
 
     assert {decision.engine for decision in found.changed} == {Engine.MODULE}
+    assert any(
+        note.startswith("run again as a whole: layers.") and "reads a value on the host" in note
+        for note in found.notes
+    )
     with pytest.raises(BudgetError):
         plan(profile, profile.peak_bytes - 10**6, engine="replay")
 
@@ -190,7 +194,10 @@ def test_block_that_can_drop_nothing_is_named() -> None:
     found = plan(profile, profile.peak_bytes - 10**6, engine="replay")
 
     assert found.decisions[0].why == "nothing in it can be dropped"
-    assert "nothing can be dropped in layers.0" in found.notes
+    assert (
+        "nothing can be dropped in layers.0 (layer reads a value on the host at model.py:0)"
+        in found.notes
+    )
 
 
 def test_plan_saves_and_loads(tmp_path: Path) -> None:

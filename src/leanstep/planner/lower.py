@@ -1,11 +1,11 @@
 """Turn a selection of options into a plan that a person can read and an engine can apply."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from leanstep.blockgraph import BlockGraph
+from leanstep.blockgraph import NEVER_RERUN, BlockGraph, rerun
 from leanstep.effects import Effect
-from leanstep.ir import Decision, Engine, Plan, Profile, Timeline
+from leanstep.ir import Decision, Engine, Fact, Plan, Profile, Timeline
 from leanstep.ir.text import some_names
 from leanstep.planner.explain import Account
 from leanstep.planner.options import Option
@@ -52,7 +52,8 @@ def lower(
         torch_version=profile.torch_version,
         notes=(
             _peak_note(profile, line),
-            *_stuck_notes([part for part, _ in picked]),
+            *_notes("nothing can be dropped in", [p.view for p, _ in picked if _is_stuck(p)]),
+            *_notes("run again as a whole:", [p.view for p, o in picked if _is_second_best(p, o)]),
             *notes,
             *_inexact_notes(profile, found),
             *(profile.notes if profile.estimated else ()),
@@ -132,11 +133,29 @@ def _peak_note(profile: Profile, line: Timeline) -> str:
     return f"{peak} in {op.phase}{place}{source}"
 
 
-def _stuck_notes(parts: Sequence[Part]) -> tuple[str, ...]:
-    names = [part.view.block.name for part in parts if _is_stuck(part)]
-    if not names:
-        return ()
-    return (f"nothing can be dropped in {some_names(names)}",)
+def _is_second_best(part: Part, option: Option) -> bool:
+    """Whether a call runs again as a whole because no value of it can be replayed."""
+    return option.engine is Engine.MODULE and not part.view.candidates
+
+
+def _notes(what: str, views: Sequence[BlockGraph]) -> Iterator[str]:
+    """A line for each reason, with the calls that have it."""
+    reasons: dict[str, list[str]] = {}
+    for view in views:
+        reasons.setdefault(_obstacle(view), []).append(view.block.name)
+    for reason, names in reasons.items():
+        yield f"{what} {some_names(names)}{f' ({reason})' if reason else ''}"
+
+
+def _obstacle(view: BlockGraph) -> str:
+    """The first op of a call that must not run again, and why; empty if every op may."""
+    for index in range(view.block.start, view.block.stop):
+        op = view.graph.ops[index]
+        if rerun(index, op) is None:
+            fact = next(f for f in op.facts if f in NEVER_RERUN or f is Fact.WRITES_BUFFER)
+            source = f" at {op.source}" if op.source else ""
+            return f"{op.name} {fact.value}{source}"
+    return ""
 
 
 def _inexact_notes(profile: Profile, found: Sequence[Effect]) -> tuple[str, ...]:

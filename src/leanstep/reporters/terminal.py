@@ -58,15 +58,16 @@ def _summary(plan: Plan, verdict: Verdict | None) -> list[tuple[str, ...]]:
         peak_measured = format_bytes(verdict.measured_peak_bytes)
         seconds_measured = format_seconds(verdict.measured_seconds)
     budget = format_bytes(plan.budget_bytes)
+    guess = "" if verdict is None or verdict.baseline_fits else " (predicted)"
     return [
         (
             "peak memory",
-            *(format_bytes(unplanned), budget, format_bytes(peak), peak_measured),
+            *(f"{format_bytes(unplanned)}{guess}", budget, format_bytes(peak), peak_measured),
             _change(unplanned, new_peak),
         ),
         (
             "step time",
-            *(format_seconds(seconds), "", format_seconds(planned), seconds_measured),
+            *(f"{format_seconds(seconds)}{guess}", "", format_seconds(planned), seconds_measured),
             _change(seconds, new_seconds),
         ),
     ]
