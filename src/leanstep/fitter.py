@@ -18,6 +18,7 @@ from leanstep.reporters.terminal import render
 from leanstep.solvers.base import Solver
 from leanstep.solvers.registry import find_solver
 from leanstep.step import Loss, TrainingStep, make_step
+from leanstep.truth import return_cached
 from leanstep.units import check_budget, format_bytes, parse_budget
 from leanstep.verifier import Look, judge, look_at_untouched
 
@@ -98,8 +99,24 @@ def fit(
     # Looked at before anything is changed.
     before = look_at_untouched(step, fits_device=recorded.fits_device) if verify else None
     recorded, applied = _rehearsed(step, recorded, plan_for)
-    verdict = None if before is None else _verdict(step, applied, before)
+    if before is None:
+        return Fit(recorded, applied.plan, None, applied)
+    verdict = _verdict(step, applied, before)
+    if not verdict.within_budget:
+        # Once: the measured step knows what the account left out.
+        applied.remove()
+        recorded, applied = _rehearsed(step, _corrected(recorded, verdict), plan_for)
+        verdict = _verdict(step, applied, before)
     return Fit(recorded, applied.plan, verdict, applied)
+
+
+def _corrected(recorded: Profile, verdict: Verdict) -> Profile:
+    missed = max(0, verdict.measured_peak_bytes - verdict.predicted_peak_bytes)
+    return dataclasses.replace(
+        recorded,
+        slack_bytes=recorded.slack_bytes + missed,
+        peak_bytes=recorded.peak_bytes + missed,
+    )
 
 
 def _budget_bytes(budget: str | int, step: TrainingStep, recorded: Profile) -> int:
@@ -116,6 +133,7 @@ def _rehearsed(
     """Plan, and plan around every block that does not repeat itself in a dry run."""
     while True:
         applied = engines.apply(step.model, plan_for(recorded))
+        return_cached(step.device)
         with _taken_back_on_error(applied):
             failed = _failed(step, applied)
         if not failed:
@@ -136,6 +154,7 @@ def _failed(step: TrainingStep, applied: Applied) -> tuple[Exclusion, ...]:
 
 
 def _verdict(step: TrainingStep, applied: Applied, before: Look) -> Verdict:
+    return_cached(step.device)
     with _taken_back_on_error(applied):
         verdict = judge(step, applied, before)
         if verdict.different and not verdict.inexact_allowed:

@@ -9,6 +9,7 @@ whose net change over the measured step is not zero is refused.
 To find one's place in the stream, a marker is allocated and freed: a size nobody else asks for.
 """
 
+import gc
 import os
 import time
 import warnings
@@ -71,6 +72,13 @@ def resident_bytes(step: TrainingStep) -> int:
         if t.layout is torch.strided
     }
     return sum(storages.values())
+
+
+def return_cached(device: torch.device) -> None:
+    """Let the allocator give back what it only keeps for later: other sizes may be wanted next."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def median_seconds(step: Callable[[], object], device: torch.device, repeats: int = 3) -> float:

@@ -34,7 +34,7 @@ def build(name, **kwargs):
 )
 def test_the_dry_run_leaves_no_block_out(name, sizes):
     model, batch, loss, optimizer = build(name, **sizes)
-    fitted = leanstep.fit(model, batch, loss, optimizer=optimizer, budget="75%")
+    fitted = leanstep.fit(model, batch, loss, optimizer=optimizer, budget="85%")
     assert fitted.profile.exclusions == ()
     assert not fitted.verdict.different
     assert fitted.verdict.within_budget
@@ -42,12 +42,12 @@ def test_the_dry_run_leaves_no_block_out(name, sizes):
 
 
 def test_a_step_larger_than_the_device_is_fitted_and_verified():
-    model, batch, loss, optimizer = build("bert-base", batch=64, seq=512)
+    model, batch, loss, optimizer = build("bert-base", batch=32, seq=512)
     known = leanstep.profile(model, batch, loss, optimizer=optimizer)
     gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties("cuda").total_memory
-    room = 0.7 * known.peak_bytes
+    room = 0.8 * known.peak_bytes
     torch.cuda.set_per_process_memory_fraction(room / total)
     try:
         with pytest.raises(torch.OutOfMemoryError):

@@ -1,6 +1,5 @@
 """Run a step that does not fit on its device, with its activations in host memory."""
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,7 +10,7 @@ from leanstep.recorder.attic import Attic
 from leanstep.recorder.signatures import Signatures
 from leanstep.recorder.step import StepRecording
 from leanstep.step import TrainingStep
-from leanstep.truth import IdleMeter
+from leanstep.truth import IdleMeter, return_cached
 
 
 @contextmanager
@@ -46,7 +45,5 @@ def _runs(step: TrainingStep) -> bool:
         return True
     # Past the handler: the error held the frames, and those held the tensors.
     step.drop_gradients()
-    gc.collect()
-    if step.device.type == "cuda":
-        torch.cuda.empty_cache()
+    return_cached(step.device)
     return False
