@@ -1,0 +1,358 @@
+"""leanstep beside what a user can have without it: one model, one call, time and peak of each.
+
+    python benchmarks/gpu.py run bert-large --json rows.jsonl
+    python benchmarks/gpu.py run resnet152 --peers checkpoint every2 --shares 80 60 --json rows.jsonl
+    python benchmarks/gpu.py run bert-tiny --device cpu --peers checkpoint    # a try without a GPU
+    python benchmarks/gpu.py show rows.jsonl --figure time-against-peak.png
+
+Every peer's peak is given to leanstep as its budget. Each method gets a few warm steps, then the
+median of several; eager runs first and last. Rows are appended, so models and peers can be run one
+at a time; a ratio is taken only between rows of one call.
+"""
+
+import argparse
+import functools
+import gc
+import json
+import statistics
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import leanstep
+from leanstep import models
+
+SIZES = {
+    "resnet152": {"batch": 384, "image": 224},
+    "bert-large": {"batch": 64, "seq": 512},
+    "gpt2-medium": {"batch": 32, "seq": 1024},
+    "llama-1b": {"batch": 16, "seq": 2048},
+}
+WARM, TIMED = 3, 6
+
+
+# What a user can have today.
+
+
+@contextmanager
+def forwards_replaced(blocks, wrap):
+    for block in blocks:
+        block.forward = wrap(block.forward)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.forward
+
+
+def checkpointed(every):
+    def method(blocks):
+        def wrap(forward):
+            return functools.partial(checkpoint, forward, use_reentrant=False)
+
+        return forwards_replaced(blocks[::every], wrap)
+
+    return method
+
+
+@contextmanager
+def regional(blocks, budget=1.0):
+    from torch._functorch import config
+
+    torch._dynamo.reset()
+    with config.patch(activation_memory_budget=budget):
+        for block in blocks:
+            block.compile()
+        try:
+            yield
+        finally:
+            for block in blocks:
+                block._compiled_call_impl = None
+            torch._dynamo.reset()
+
+
+@contextmanager
+def regional_checkpointed(blocks):
+    torch._dynamo.reset()
+
+    def wrap(forward):
+        compiled = torch.compile(forward)
+        return functools.partial(checkpoint, compiled, use_reentrant=False)
+
+    with forwards_replaced(blocks, wrap):
+        yield
+    torch._dynamo.reset()
+
+
+def offloaded(blocks):
+    return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
+
+
+PEERS = {
+    "checkpoint": checkpointed(1),
+    "every2": checkpointed(2),
+    "regional": regional,
+    "regional-0.5": functools.partial(regional, budget=0.5),
+    "regional-0.2": functools.partial(regional, budget=0.2),
+    "regional+checkpoint": regional_checkpointed,
+    "save_on_cpu": offloaded,
+}
+COMPILED = tuple(name for name in PEERS if name.startswith("regional"))
+
+
+# Measuring.
+
+
+class Bench:
+    """One model on the device, and the rows that are measured of it."""
+
+    def __init__(self, options):
+        self.options, self.device = options, torch.device(options.device)
+        sizes = dict(SIZES.get(options.model, {}))
+        sizes.update({k: v for k in ("batch", "seq", "image") if (v := getattr(options, k))})
+        is_cuda = self.device.type == "cuda"
+        self.model, self.batch, self.loss, self.optimizer = models.build(
+            options.model, device=options.device, autocast="bf16", fused=is_cuda, **sizes
+        )
+        self.common = {
+            "call": time.strftime("%Y-%m-%dT%H:%M:%S"),
+            "model": options.model,
+            "sizes": sizes,
+            "device": torch.cuda.get_device_name() if is_cuda else "CPU",
+            "torch": torch.__version__,
+            "command": " ".join(sys.argv),
+        }
+        self.rows = []
+
+    def step(self):
+        self.loss(self.model, self.batch).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def synchronize(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def measure(self, method, **facts):
+        """Time and peak of the step as it is now; a row that fails says why."""
+        row = {**self.common, "method": method, **facts}
+        try:
+            row.update(self._measured())
+        except torch.OutOfMemoryError as error:
+            row["failed"] = str(error).partition("\n")[0]
+        self.tidy()
+        return self.note(row)
+
+    def note(self, row):
+        self.rows.append(row)
+        if self.options.json:
+            with self.options.json.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        print(line(row, self.rows[0]), flush=True)
+        return row
+
+    def _measured(self):
+        start = time.perf_counter()
+        for _ in range(WARM):
+            self.step()
+        self.synchronize()
+        warm_seconds = time.perf_counter() - start
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        seconds = []
+        for _ in range(TIMED):
+            self.synchronize()
+            start = time.perf_counter()
+            self.step()
+            self.synchronize()
+            seconds.append(time.perf_counter() - start)
+        found = {"seconds": statistics.median(seconds), "warm_seconds": warm_seconds}
+        if self.device.type == "cuda":
+            found["peak_bytes"] = torch.cuda.max_memory_allocated()
+            found["reserved_bytes"] = torch.cuda.max_memory_reserved()
+        return found
+
+    def tidy(self):
+        self.optimizer.zero_grad(set_to_none=True)
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def run(self):
+        options = self.options
+        self.measure("eager")
+        start = time.perf_counter()
+        profile = leanstep.profile(self.model, self.batch, self.loss, optimizer=self.optimizer)
+        profile_seconds = time.perf_counter() - start
+        print(f"profile: {profile_seconds:.1f} s", flush=True)
+        blocks = [self.model.get_submodule(b.path) for b in profile.blocks if not b.children]
+        blocks = list(dict.fromkeys(blocks))
+        budgets = {}
+        for peer in options.peers:
+            with PEERS[peer](blocks):
+                row = self.measure(peer)
+            if "failed" not in row:
+                budgets[peer] = row.get("peak_bytes", int(0.6 * profile.peak_bytes))
+        for share in options.shares:
+            budgets[f"{share}%"] = int(profile.peak_bytes * share / 100)
+        for engine in options.engines:
+            for exact in (True, False) if options.inexact else (True,):
+                for name, budget in budgets.items():
+                    self.ours(profile, engine, name, budget, exact, profile_seconds)
+        self.measure("eager again")
+
+    def ours(self, profile, engine, name, budget, exact, profile_seconds):
+        facts = {
+            "engine": engine,
+            "at": name,
+            "budget_bytes": budget,
+            "exact": exact,
+            "profile_seconds": profile_seconds,
+        }
+        start = time.perf_counter()
+        try:
+            plan = leanstep.plan(profile, budget, engine=engine, exact=exact)
+        except leanstep.BudgetError as error:
+            self.note({**self.common, "method": "leanstep", **facts, "failed": str(error)})
+            return
+        facts["plan_seconds"] = time.perf_counter() - start
+        facts["predicted_peak_bytes"] = plan.peak_bytes
+        facts["predicted_seconds"] = self.rows[0]["seconds"] + plan.extra_seconds
+        start = time.perf_counter()
+        applied = leanstep.apply(self.model, plan)
+        facts["apply_seconds"] = time.perf_counter() - start
+        try:
+            self.measure("leanstep", **facts)
+        finally:
+            applied.remove()
+
+
+# Showing.
+
+
+def line(row, eager):
+    name = row["method"]
+    if name == "leanstep":
+        name = f"leanstep {row['engine']} at {row['at']}{'' if row['exact'] else ', inexact'}"
+    if "failed" in row:
+        return f"{name:34} failed: {row['failed'][:90]}"
+    text = f"{name:34} {row['seconds'] * 1e3:8.1f} ms {row['seconds'] / eager['seconds']:6.3f}"
+    if "peak_bytes" in row:
+        text += (
+            f"  {row['peak_bytes'] / 2**30:7.2f} GiB {row['peak_bytes'] / eager['peak_bytes']:6.3f}"
+        )
+        text += f"  reserved {row['reserved_bytes'] / row['peak_bytes'] - 1:+.1%}"
+    if "predicted_seconds" in row:
+        text += f"  predicted {row['predicted_seconds'] / eager['seconds']:6.3f}"
+        if "peak_bytes" in row:
+            text += f", {row['predicted_peak_bytes'] / row['peak_bytes'] - 1:+.2%}"
+    return text
+
+
+def load(path):
+    return [json.loads(text) for text in path.read_text().splitlines()]
+
+
+def calls_of(rows):
+    calls = {}
+    for row in rows:
+        calls.setdefault((row["model"], row["call"]), []).append(row)
+    return calls
+
+
+def show(options):
+    """For every call a table: each peer, and leanstep at the peer's peak."""
+    rows = load(options.rows)
+    for (model, call), found in calls_of(rows).items():
+        eager = next(row for row in found if row["method"] == "eager")
+        peers = {row["method"]: row for row in found if row["method"] in PEERS}
+        print(f"\n{model} {eager['sizes']} · {eager['device']} · torch {eager['torch']} · {call}\n")
+        print(
+            "| at the peak of | peer: time, peak | leanstep: time, peak | ours / peer | predicted |"
+        )
+        print("|---|---|---|---|---|")
+        for row in found:
+            if row["method"] == "leanstep":
+                print(table_row(row, peers.get(row["at"]), eager))
+    if options.figure:
+        draw(rows, options.figure)
+
+
+def table_row(row, peer, eager):
+    def cell(one):
+        if one is None:
+            return "–"
+        if "failed" in one:
+            return "failed"
+        peak = one["peak_bytes"] / eager["peak_bytes"] if "peak_bytes" in one else float("nan")
+        return f"{one['seconds'] / eager['seconds']:.3f}, {peak:.3f}"
+
+    name = f"{row['at']}{'' if row['exact'] else ' (inexact)'} · {row['engine']}"
+    if "failed" in row:
+        return f"| {name} | {cell(peer)} | refused | – | – |"
+    ratio = "–" if peer is None or "failed" in peer else f"{row['seconds'] / peer['seconds']:.3f}"
+    predicted = f"{row['predicted_seconds'] / eager['seconds']:.3f}"
+    if "peak_bytes" in row:
+        predicted += f", {row['predicted_peak_bytes'] / eager['peak_bytes']:.3f}"
+    return f"| {name} | {cell(peer)} | {cell(row)} | {ratio} | {predicted} |"
+
+
+def draw(rows, path):
+    """Time against peak, one line for each method and a panel for each model."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    calls = {model: found for (model, _), found in calls_of(rows).items()}
+    figure, axes = pyplot.subplots(1, len(calls), figsize=(5 * len(calls), 4.5), squeeze=False)
+    for axis, (model, found) in zip(axes[0], calls.items(), strict=True):
+        eager = next(row for row in found if row["method"] == "eager")
+        series = {}
+        for row in found:
+            if "failed" in row or "peak_bytes" not in row or row["method"] == "save_on_cpu":
+                continue
+            name = row["method"] if row["method"] != "leanstep" else f"leanstep {row['engine']}"
+            point = row["peak_bytes"] / eager["peak_bytes"], row["seconds"] / eager["seconds"]
+            series.setdefault(name, []).append(point)
+        for name, points in series.items():
+            is_ours = name.startswith("leanstep")
+            axis.plot(*zip(*sorted(points), strict=True), "o-" if is_ours else "s", label=name)
+        axis.set(title=model, xlabel="peak × eager", ylabel="step time × eager")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+def arguments():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True)
+    run = commands.add_parser("run", help="measure one model")
+    run.add_argument("model", help=f"one of {', '.join(SIZES)}, or another built-in model")
+    run.add_argument("--batch", type=int)
+    run.add_argument("--seq", type=int)
+    run.add_argument("--image", type=int)
+    run.add_argument("--device", default="cuda")
+    run.add_argument("--peers", nargs="*", choices=PEERS, default=["checkpoint", "every2"])
+    run.add_argument("--engines", nargs="*", default=["replay"])
+    run.add_argument("--shares", nargs="*", type=int, default=[], help="budgets in %% of the peak")
+    run.add_argument("--inexact", action="store_true", help="also with exact=False")
+    run.add_argument("--json", type=Path, help="append rows to this file")
+    run.set_defaults(do=lambda options: Bench(options).run())
+    shown = commands.add_parser("show", help="tables and a figure from rows")
+    shown.add_argument("rows", type=Path)
+    shown.add_argument("--figure", type=Path)
+    shown.set_defaults(do=show)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    options = arguments()
+    options.do(options)
