@@ -1,7 +1,7 @@
 """leanstep beside what a user can have without it: one model, one call, time and peak of each.
 
     python benchmarks/gpu.py run bert-large --json rows.jsonl
-    python benchmarks/gpu.py run resnet152 --peers checkpoint every2 --shares 80 60 --json rows.jsonl
+    python benchmarks/gpu.py run resnet152 --peers checkpoint --shares 80 60 --json rows.jsonl
     python benchmarks/gpu.py run bert-tiny --device cpu --peers checkpoint    # a try without a GPU
     python benchmarks/gpu.py show rows.jsonl --figure time-against-peak.png
 
