@@ -58,8 +58,8 @@ def _other_kinds() -> tuple[type, ...]:
 
 def _state(generator: Any) -> Any:
     if isinstance(generator, random.SystemRandom):
-        # Its numbers come from outside and never repeat.
-        return None
+        # Its numbers come from outside and never repeat: it stands nowhere twice.
+        return generator.random()
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, torch.Generator):

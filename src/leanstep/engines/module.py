@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from leanstep.engines.randomness import other_random_states, same_other_draws
 from leanstep.engines.witness import Suspicion, Witness
 from leanstep.generators import HeldGenerators
+from leanstep.recorder.values import has_storage
 from leanstep.torch_private import forward_hooks, tree_leaves, version
 
 _MODULE_OWN = frozenset(vars(torch.nn.Module()))
@@ -70,7 +71,8 @@ class _Start:
         self.attributes = _Attributes(module)
         tensors = [leaf for leaf in arguments if isinstance(leaf, torch.Tensor)]
         self.arguments = [(tensor, version(tensor)) for tensor in tensors]
-        self.witness = Witness()
+        parameters = (p for p in module.parameters() if has_storage(p))
+        self.witness = Witness(parameters)
 
     def check_parameters(self) -> None:
         """Refuse a call that writes a parameter: a copy of it is no bargain."""

@@ -6,7 +6,7 @@ handed to an op. Nothing here refers to the call's own tensors.
 """
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -34,10 +34,14 @@ class _Written:
 
 
 class Witness(TorchDispatchMode):
-    """Watch the first run of a call."""
+    """Watch the first run of a call.
 
-    def __init__(self) -> None:
+    The second may read `parameters` that the first has not: autocast had cast them before.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
+        self._parameters = {storage_address(p): (p, version(p)) for p in parameters}
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._read: dict[int, tuple[torch.Tensor, int]] = {}
         self._written: dict[int, _Written] = {}
@@ -55,7 +59,7 @@ class Witness(TorchDispatchMode):
         info = op_info(func)
         for tensor, is_written in tensor_arguments(info, args, kwargs):
             if not self.knows(tensor):
-                self._note(tensor)
+                self.note(tensor)
                 self._read[storage_address(tensor)] = (_plain(tensor), version(tensor))
             if is_written:
                 # Statistics do not change what batch norm puts out in training.
@@ -67,13 +71,18 @@ class Witness(TorchDispatchMode):
         out = func(*args, **kwargs)
         for tensor in tensors_in(out):
             if has_storage(tensor) and not self.knows(tensor):
-                self._note(tensor)
+                self.note(tensor)
         return out
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether the call has read or made a tensor's storage, which is still there."""
         reference = self._known.get(storage_address(tensor))
         return reference is not None and reference() is not None
+
+    def expects(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a parameter, as it was when the call began."""
+        parameter, old = self._parameters.get(storage_address(tensor), (tensor, -1))
+        return version(parameter) == old
 
     def writes(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the call has written one of these."""
@@ -114,7 +123,8 @@ class Witness(TorchDispatchMode):
                 generator.set_state(state)
             yield
 
-    def _note(self, tensor: torch.Tensor) -> None:
+    def note(self, tensor: torch.Tensor) -> None:
+        """Count a tensor's storage among what the call knows."""
         self._known[storage_address(tensor)] = weakref.ref(tensor.untyped_storage())
 
     def _before_write(self, tensor: torch.Tensor, *, copies: bool) -> None:
@@ -144,8 +154,7 @@ class Suspicion(TorchDispatchMode):
         """Run one op, if it starts from what is known."""
         kwargs = kwargs or {}
         for tensor, _ in tensor_arguments(op_info(func), args, kwargs):
-            known = self._made.knows(tensor) or self._first.knows(tensor)
-            if not known and not self._first.has_equal(tensor):
+            if not self._made.knows(tensor) and not self._is_known(tensor):
                 raise RuntimeError(
                     f"leanstep: {self._block_name} is run again for backward and reads a tensor "
                     "that it did not read in forward: one that was replaced since, perhaps, by "
@@ -155,8 +164,12 @@ class Suspicion(TorchDispatchMode):
         out = func(*args, **kwargs)
         for tensor in tensors_in(out):
             if has_storage(tensor):
-                self._made._note(tensor)
+                self._made.note(tensor)
         return out
+
+    def _is_known(self, tensor: torch.Tensor) -> bool:
+        first = self._first
+        return first.knows(tensor) or first.expects(tensor) or first.has_equal(tensor)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
