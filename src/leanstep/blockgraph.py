@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from leanstep.errors import PlanError
 from leanstep.ir import (
@@ -27,6 +27,10 @@ STATISTICS_ARE_OPTIONAL = (
     "aten.cudnn_batch_norm.default",
     "aten.miopen_batch_norm.default",
 )
+
+# Their output is memory as it was found. Who reads that before an op has written it reads what code
+# that torch does not see (a Triton kernel, NumPy) has put there.
+UNWRITTEN = ("aten.empty", "aten.new_empty")
 
 # The outputs of such ops stay what they were: a second run may differ, or must not happen.
 NEVER_RERUN = frozenset(
@@ -88,7 +92,21 @@ class BlockGraph:
     def reruns(self) -> tuple[Rerun, ...]:
         """The ops of the call that may run a second time."""
         ops = range(self.block.start, self.block.stop)
-        return tuple(filter(None, (rerun(index, self.graph.ops[index]) for index in ops)))
+        found = filter(None, (rerun(index, self.graph.ops[index]) for index in ops))
+        return tuple(
+            op for op in found if not reads_unwritten(op.reads, op.writes, self._unwritten)
+        )
+
+    @functools.cached_property
+    def _unwritten(self) -> frozenset[Value]:
+        """What ops of the call have allocated and not written."""
+        return frozenset(
+            value
+            for op in self.graph.ops[self.block.start : self.block.stop]
+            if op.name.startswith(UNWRITTEN)
+            for value in op.writes
+            if self.graph.storages[value.storage].nbytes
+        )
 
     @functools.cached_property
     def cheap_reruns(self) -> tuple[Rerun, ...]:
@@ -136,14 +154,21 @@ class BlockGraph:
     def candidates(self) -> tuple[int, ...]:
         """The storages that can be dropped: rebuilt from the rest when backward asks."""
         final = _final_versions(self.graph)
-        # An op may write what autograd saved just before: autograd wants it as it is afterwards.
-        settled = (s for s, value in self.saved.items() if final[s] == value.version)
+        # What is written after a save (by the op that saved it, or through `data`) autograd wants
+        # as it is in the end.
+        settled = (
+            storage
+            for storage in self.saved
+            if all(save.value.version == final[storage] for save in self._saves_of[storage])
+        )
         return tuple(sorted(s for s in settled if self._can_rebuild(s)))
 
     def _can_rebuild(self, storage: int) -> bool:
         available = self.available([storage])
         values = {save.value for save in self._saves_of.get(storage, ())}
-        return all(can_rebuild(value, self.makers, available) for value in values)
+        return self._unwritten.isdisjoint(values) and all(
+            can_rebuild(value, self.makers, available) for value in values
+        )
 
     @functools.cached_property
     def _saves_of(self) -> dict[int, list[Save]]:
@@ -171,6 +196,22 @@ class BlockGraph:
     def last_release(self) -> int:
         """The position where autograd has let go of everything of the call."""
         return max((save.release for save in self.saves), default=self.block.stop)
+
+    @functools.cached_property
+    def reads_what_changes(self) -> bool:
+        """Whether the call reads something that another writes before backward: not to be rerun.
+
+        What it writes itself can be put back.
+        """
+        final = _final_versions(self.graph)
+        ops = self.graph.ops[self.block.start : self.block.stop]
+        own = self.own_storages.union(value.storage for op in ops for value in op.writes)
+        return any(
+            value.version != final[value.storage]
+            for op in ops
+            for value in op.reads
+            if value.storage not in own and not is_generator(self.graph, value.storage)
+        )
 
     def alone(self, storage: int) -> Program:
         """What runs again when one storage is dropped and nothing else; worked out once."""
@@ -234,6 +275,7 @@ class BlockGraph:
         near = [v for v in self._saved_by(self.block) + self._saved_by(self.later) if v == value]
         return (
             value == self._final(number)
+            and value not in self._unwritten
             # Every save of it, and all of them as it is in the end.
             and 0 < len(near) == _saves_per_storage(self.graph)[number]
             and number not in self._read_elsewhere
@@ -349,6 +391,14 @@ def rerun(index: int, op: Op) -> Rerun | None:
         tuple(value for value in op.reads if value.storage not in written),
         tuple(value for value in op.writes if value.storage not in written),
     )
+
+
+def reads_unwritten(
+    reads: Iterable[Value], writes: Iterable[Value], unwritten: Collection[Value]
+) -> bool:
+    """Whether an op reads memory that no op has written, and does not write it itself."""
+    written = {value.storage for value in writes}
+    return any(value in unwritten and value.storage not in written for value in reads)
 
 
 def births(op: Op, graph: Graph, index: int) -> list[tuple[int, int]]:

@@ -256,7 +256,7 @@ def module_effect(view: BlockGraph) -> Effect:
     end = sum(
         graph.storages[s].nbytes for s in held if block.start <= graph.storages[s].birth < last
     )
-    copies = _buffer_bytes(view) + 2 * GENERATOR_BYTES
+    copies = _written_bytes(view, statistics=True) + 2 * GENERATOR_BYTES
     return Effect(
         shifts,
         tuple(
@@ -281,8 +281,8 @@ def _module_shifts(view: BlockGraph, first: int, last: int) -> tuple[Shift, ...]
             shifts.append(Shift(first, until, storage.nbytes, storage.category, number))
     ends = max(release.values())
     shifts.append(Shift(block.start, ends, GENERATOR_BYTES, Category.GENERATOR))
-    shifts.append(Shift(block.start, block.stop, _buffer_bytes(view), Category.TEMPORARY))
-    shifts.append(Shift(block.stop, ends, _written_bytes(view), Category.TEMPORARY))
+    copies = _written_bytes(view, statistics=False)
+    shifts.append(Shift(block.start, ends, copies, Category.TEMPORARY))
     for number in outside_reads(view):
         storage = graph.storages[number]
         held = Shift(storage.death + 1, ends, storage.nbytes, storage.category, number)
@@ -311,23 +311,15 @@ def _natural_ends(view: BlockGraph, index: int, held: set[int]) -> int:
     )
 
 
-def _buffer_bytes(view: BlockGraph) -> int:
-    """The copies of the buffers that are put back after the second run."""
-    storages = view.graph.storages
-    return sum(
-        storages[number].nbytes
-        for number in outside_reads(view)
-        if storages[number].category is Category.BUFFER
-    )
-
-
-def _written_bytes(view: BlockGraph) -> int:
-    """The copies of the buffers that forward writes, kept to start the second run from."""
+def _written_bytes(view: BlockGraph, *, statistics: bool) -> int:
+    """The copies of the buffers that forward writes: to start a second run from, without the
+    statistics of batch norm, and to put back after it, with them.
+    """
     ops = view.graph.ops[view.block.start : view.block.stop]
     written = {
         value.storage
         for op in ops
-        if op.name not in STATISTICS_ARE_OPTIONAL
+        if statistics or op.name not in STATISTICS_ARE_OPTIONAL
         for value in op.writes
         if view.graph.storages[value.storage].category is Category.BUFFER
     }

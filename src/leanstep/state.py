@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from leanstep.generators import HeldGenerators
 from leanstep.step import TrainingStep
 from leanstep.torch_private import optimizer_hooks, tree_leaves
 
@@ -70,6 +71,7 @@ def random_state_untouched() -> Iterator[None]:
 def _snapshots(step: TrainingStep) -> Iterator[Callable[[], None]]:
     # Restored in reverse: contents come back before the gradients that were set aside.
     yield from _random_states(step.device)
+    yield _held_generators(step.model)
     for module in step.model.modules():
         yield from _attributes(module)
     if step.optimizer is not None:
@@ -264,6 +266,12 @@ def _holds_the_same(collection: Any, copy: Any) -> bool:
     ):
         return False
     return all(a is b for a, b in zip(collection, copy, strict=True))
+
+
+def _held_generators(model: torch.nn.Module) -> Callable[[], None]:
+    generators = HeldGenerators(model.modules(), torch_too=True)
+    states = generators.states()
+    return lambda: generators.set_states(states)
 
 
 def _random_states(device: torch.device) -> Iterator[Callable[[], None]]:

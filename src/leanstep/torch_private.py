@@ -94,9 +94,19 @@ def with_lazy_bits(tensor: torch.Tensor, *, conj: bool, neg: bool) -> torch.Tens
 
 
 def saving_hooks_work() -> bool:
-    """Whether tensors that autograd saves can be replaced; under torch.func they cannot."""
+    """Whether tensors that autograd saves can be replaced; under torch.func they cannot.
+
+    Under vmap they are batches without a storage.
+    """
     enabled: bool = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
-    return enabled
+    is_transformed = torch._C._functorch.maybe_current_level() is not None
+    # In forward mode a tensor carries a second one, which is not saved through hooks.
+    return enabled and not is_transformed and torch.autograd.forward_ad._current_level < 0
+
+
+def saving_hooks_are_set() -> bool:
+    """Whether somebody's hooks take what autograd saves: `save_on_cpu`, or a checkpoint."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def below_autograd() -> AbstractContextManager[None]:
@@ -105,9 +115,29 @@ def below_autograd() -> AbstractContextManager[None]:
     return guard
 
 
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its history; writes to either are counted for both.
+
+    Below autograd, where dispatch modes run, `detach` alone would begin to count anew.
+    """
+    views = torch._C.DispatchKey.ADInplaceOrView
+    with torch._C._SetExcludeDispatchKeyGuard(views, False):
+        return tensor.detach()
+
+
 def version(tensor: torch.Tensor) -> int:
     """How often a tensor's storage was written in place; shared by all its views."""
     return tensor._version
+
+
+@contextmanager
+def same_versions_after(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Let what is written inside the block count as never written: contents are put back."""
+    versions = [tensor._version for tensor in tensors]
+    try:
+        yield
+    finally:
+        torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
 def original_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:

@@ -24,7 +24,7 @@ REBUILD = IR | {"rebuild", "recipes", "blockgraph"}
 SIMULATOR = REBUILD | {"effects", "simulator"}
 SOLVERS = SIMULATOR | {"solvers"}
 PLANNER = SOLVERS | {"planner"}
-DEVICE = REBUILD | {"torch_private", "step", "state", "truth"}
+DEVICE = REBUILD | {"torch_private", "step", "generators", "state", "truth"}
 RECORDER = DEVICE | {"recorder"}
 STAGES = (
     PLANNER
@@ -46,7 +46,8 @@ MAY_IMPORT = {
     "reporters": SIMULATOR | {"reporters"},
     "torch_private": BASE,
     "step": IR | {"torch_private"},
-    "state": IR | {"torch_private", "step"},
+    "generators": BASE,
+    "state": IR | {"torch_private", "step", "generators"},
     "truth": IR | {"torch_private", "step", "state"},
     "marks": BASE,
     "recorder": RECORDER,
@@ -69,6 +70,7 @@ GUESTS = {"integrations", "cli", "__main__"}
 TORCH = {
     *("recorder", "profiler", "imagine", "estimator", "engines", "models", "integrations"),
     *("verifier", "truth", "fitter", "state", "step", "torch_private", "testing", "api", "marks"),
+    "generators",
 }
 WITHOUT_TORCH = (
     "planner",

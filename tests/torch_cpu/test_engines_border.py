@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from twins import different
 
 import leanstep
 from leanstep import models
@@ -65,12 +66,7 @@ def differences(case, plan: Plan, steps: int = 6) -> list[str]:
     applied = apply(model, plan)
     got = case.train(model, steps)
     applied.remove()
-    return [
-        f"step {step}: {name}"
-        for step, (old, new) in enumerate(zip(expected, got, strict=True))
-        for name in old
-        if old[name] != new.get(name)
-    ]
+    return different(expected, got)
 
 
 def normed(s, x):

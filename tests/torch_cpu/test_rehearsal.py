@@ -8,7 +8,7 @@ import torch
 
 import leanstep
 from leanstep import fitter
-from leanstep.engines.witness import checksum
+from leanstep.engines.observer import checksum
 from leanstep.errors import VerifyError
 
 CLOCK = itertools.count(1)

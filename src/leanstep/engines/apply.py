@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from leanstep.engines.attach import attach, can_attach, detach, is_attached
+from leanstep.engines.observer import Observer
 from leanstep.engines.runtime import BlockRuntime, Round, SizeWatch
 from leanstep.engines.scope import ModulePaths, Scope
-from leanstep.engines.witness import Witness
 from leanstep.errors import InputError, PlanError
 from leanstep.ir import Decision, Engine, Plan
 
@@ -45,13 +45,13 @@ class Applied:
             attach(module, runner)
 
     @contextmanager
-    def witnessed_by(self, witness: Witness) -> Iterator[None]:
-        """Let a witness watch the blocks for a while."""
-        self.rounds.witness = witness
+    def observed_by(self, observer: Observer) -> Iterator[None]:
+        """Let a observer watch the blocks for a while."""
+        self.rounds.observer = observer
         try:
             yield
         finally:
-            self.rounds.witness = None
+            self.rounds.observer = None
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -102,7 +102,7 @@ def make_template(
     recorder = call.recorder
     if recorder.depends_on_data or call.takes_copies or call.writes_border:
         return None
-    if start is None and any(op.draw for op in recorder.ops.values()):
+    if not recorder.device_draws.follow(start):
         # There is no place to count the draws of later calls from.
         return None
     program = call.program

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from leanstep.engines.border import Border, Borders, BorderSource, Gate, Guarded
+from leanstep.engines.observer import Observer, observed
 from leanstep.engines.randomness import CudaDraw, cpu_draws_from, cuda_draws_from
 from leanstep.engines.recording import GENERATOR, RecordedOp, Ref
-from leanstep.engines.witness import Witness, witnessed
 from leanstep.errors import LeanstepError
 from leanstep.ir import Value
 from leanstep.rebuild import Program, Session
@@ -73,8 +73,8 @@ class Context:
         "block_name",
         "borders",
         "gate",
+        "observer",
         "on_backward",
-        "witness",
     )
 
     def __init__(
@@ -83,9 +83,9 @@ class Context:
         on_backward: Callable[[], None],
         gate: Gate | None = None,
         borders: Borders | None = None,
-        witness: Witness | None = None,
+        observer: Observer | None = None,
     ) -> None:
-        self.block_name, self.witness = block_name, witness
+        self.block_name, self.observer = block_name, observer
         self.gate, self.borders = gate, borders
         self.on_backward = on_backward
         self._buffers: dict[int, torch.Tensor] = {}
@@ -109,9 +109,9 @@ class Context:
 
     def handle(self, tensor: torch.Tensor, ref: Ref) -> "Handle":
         """What autograd shall hold for a tensor that is dropped."""
-        if self.witness is None:
+        if self.observer is None:
             return Handle(self, ref)
-        return WitnessedHandle(self, ref, self.witness, self.witness.see(tensor))
+        return ObservedHandle(self, ref, self.observer, self.observer.see(tensor))
 
     def is_pinned(self, value: Value) -> bool:
         """Whether requests for a value are answered with a tensor that was kept after all."""
@@ -255,25 +255,25 @@ class Handle:
         self.context.released(self.ref.value)
 
 
-class WitnessedHandle(Handle):
+class ObservedHandle(Handle):
     """A handle in a rehearsal: it knows what the tensor was."""
 
-    __slots__ = ("_seen", "_witness")
+    __slots__ = ("_observer", "_seen")
 
     def __init__(
-        self, context: Context, ref: Ref, witness: Witness, seen: torch.Tensor | None
+        self, context: Context, ref: Ref, observer: Observer, seen: torch.Tensor | None
     ) -> None:
         super().__init__(context, ref)
-        self._witness, self._seen = witness, seen
+        self._observer, self._seen = observer, seen
 
     def tensor(self) -> torch.Tensor:
         """The tensor, rebuilt and compared."""
         name = self.context.block_name
-        with witnessed(self._witness, name):
+        with observed(self._observer, name):
             tensor = super().tensor()
         if not self.context.is_pinned(self.ref.value):
             size = "×".join(map(str, self.ref.size))
-            self._witness.compare(name, f"a dropped tensor of {size}", self._seen, tensor)
+            self._observer.compare(name, f"a dropped tensor of {size}", self._seen, tensor)
         return tensor
 
 

@@ -41,7 +41,6 @@ class LiveCall:
         self._relied_on: set[Value] = set()
         self._proved: set[Value] = set()
         self._pinned: set[Value] = set()
-        self._saved_at: list[int] = []
         self.borders: list[tuple[int, Ref]] = []
 
     def run(
@@ -91,7 +90,6 @@ class LiveCall:
         wants_drop = self.recorder.keys.get(storage) in self.drop
         dropped = wants_drop and ref.value not in self._pinned and self._prove(ref.value)
         self.saves.append((ref, dropped))
-        self._saved_at.append(len(self.recorder.names))
         if dropped:
             self._wanted[ref.value] = self._wanted.get(ref.value, 0) + 1
             return self.context.handle(tensor, ref)
@@ -102,6 +100,8 @@ class LiveCall:
 
     def _prove(self, value: Value) -> bool:
         """See whether a value can be rebuilt, and remember what that relies on."""
+        if value in self.recorder.unwritten:
+            return False
         seen: set[Value] = set()
         sources: set[Value] = set()
         pending = [value]
@@ -134,7 +134,7 @@ class LiveCall:
         """Copy what an op is about to overwrite, if a dropped value starts from it."""
         if self.context.gate is not None:
             self.context.gate.write(tensor)
-        if value in self._wanted and self.recorder.ref(tensor) in self._last_saves():
+        if value in self._wanted:
             self._pin(value, tensor)
         if value in self._relied_on and value not in self._copies and not self._leave(value):
             self.recorder.paused = True
@@ -149,15 +149,11 @@ class LiveCall:
         self._proved.discard(value)
         return self._prove(value)
 
-    def _last_saves(self) -> set[Ref]:
-        """What was saved since the last op: by the op that is about to run, or by that one."""
-        now = len(self.recorder.names) - 1
-        return {ref for (ref, _), at in zip(self.saves, self._saved_at, strict=True) if at == now}
-
     def _pin(self, value: Value, tensor: torch.Tensor) -> None:
         """Keep after all what was saved as dropped: autograd wants it as it will be.
 
-        Some ops write a tensor that autograd saved just before, such as the noise of RReLU.
+        Some ops write a tensor that autograd saved just before, such as the noise of RReLU; and
+        `tensor.data` is written past autograd. Any other write is an error when backward asks.
         """
         del self._wanted[value]
         self._pinned.add(value)

@@ -1,7 +1,8 @@
 """Whole modules through torch's own checkpointing: keeps inputs, runs the module again.
 
-Used where a recording cannot be replayed. What torch leaves to its user is done here: buffers
-move once, user hooks inside the block fire once, and Python's own random numbers repeat.
+Used where a recording cannot be replayed. What torch leaves to its user is done here: buffers and
+whatever else the block writes move once, user hooks inside the block fire once, and generators of
+any kind that it draws from repeat. A second run that would start from something else is an error.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,13 +13,16 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from leanstep.engines.randomness import other_random_states, same_other_draws
+from leanstep.engines.witness import Suspicion, Witness
+from leanstep.generators import HeldGenerators
+from leanstep.recorder.values import has_storage
 from leanstep.torch_private import forward_hooks, tree_leaves, version
 
 _MODULE_OWN = frozenset(vars(torch.nn.Module()))
 
 
 def run_checkpointed(
-    block_name: str,
+    name: str,
     module: torch.nn.Module,
     forward: Callable[..., Any],
     args: tuple[Any, ...],
@@ -26,7 +30,7 @@ def run_checkpointed(
     rounds: Any,
 ) -> Any:
     """Run a module so that backward runs it again instead of holding what it saved."""
-    call = _CheckpointedCall(block_name, module, forward, rounds)
+    call = _CheckpointedCall(name, module, forward, rounds)
     return checkpoint(call, args, kwargs, use_reentrant=False)
 
 
@@ -34,28 +38,24 @@ class _CheckpointedCall:
     """The function that checkpointing calls twice: once in forward, once in backward."""
 
     def __init__(
-        self,
-        block_name: str,
-        module: torch.nn.Module,
-        forward: Callable[..., Any],
-        rounds: Any,
+        self, name: str, module: torch.nn.Module, forward: Callable[..., Any], rounds: Any
     ) -> None:
-        self.block_name = block_name
-        self.module, self.forward, self.rounds = module, forward, rounds
-        self.seen = None if rounds.witness is None else rounds.witness.first_run()
+        self.name, self.module, self.forward, self.rounds = name, module, forward, rounds
+        self.seen = None if rounds.observer is None else rounds.observer.first_run()
         self.fired: dict[int, bool] = {}
         self.start: _Start | None = None
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.start is None:
-            self.start = _Start(self.module, tree_leaves((args, kwargs)))
-            with _watched_hooks(self.module, self.fired), self.seen or nullcontext():
+            self.start = _Start(self.name, self.module, tree_leaves((args, kwargs)))
+            seen = self.seen or nullcontext()
+            with _watched_hooks(self.module, self.fired), self.start.witness, seen:
                 out = self.forward(self.module, *args, **kwargs)
-            self.start.keep_what_changed()
+            self.start.check_parameters()
             return out
         self.rounds.saw_backward()
         active, self.rounds.active = self.rounds.active, True
-        seen = nullcontext() if self.seen is None else self.seen.again(self.block_name)
+        seen = nullcontext() if self.seen is None else self.seen.again(self.name)
         try:
             with _silent_hooks(self.module, self.fired), self.start.again(), seen:
                 return self.forward(self.module, *args, **kwargs)
@@ -66,52 +66,52 @@ class _CheckpointedCall:
 class _Start:
     """How things stood when forward began, as far as forward can change them."""
 
-    def __init__(self, module: torch.nn.Module, arguments: list[Any]) -> None:
-        self.module = module
+    def __init__(self, name: str, module: torch.nn.Module, arguments: list[Any]) -> None:
+        self.name, self.module = name, module
         self.draws = other_random_states()
+        self.held = HeldGenerators(list(module.modules()))
+        self.held_states = self.held.states()
         self.attributes = _Attributes(module)
         tensors = [leaf for leaf in arguments if isinstance(leaf, torch.Tensor)]
         self.arguments = [(tensor, version(tensor)) for tensor in tensors]
-        self.parameters = [(p, version(p)) for p in module.parameters()]
-        self.buffers = [(buffer, version(buffer), _copy(buffer)) for buffer in module.buffers()]
+        parameters = (p for p in module.parameters() if has_storage(p))
+        self.witness = Witness(parameters)
 
-    def keep_what_changed(self) -> None:
-        """Let go of the copies of buffers that forward did not write.
-
-        Batch norm writes its statistics without saying so; they do not change its output.
-        """
-        self.buffers = [entry for entry in self.buffers if version(entry[0]) != entry[1]]
-        if any(version(parameter) != old for parameter, old in self.parameters):
+    def check_parameters(self) -> None:
+        """Refuse a call that writes a parameter: a copy of it is no bargain."""
+        if self.witness.writes(list(self.module.parameters())):
             raise RuntimeError(
                 "leanstep: a block that backward runs again writes a parameter in its forward (an "
                 "Embedding with max_norm?), so a second run would differ. Keep the block."
             )
-        self.parameters.clear()
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Put everything back for a second run, and after it as forward has left it."""
-        if any(version(tensor) != old for tensor, old in self.arguments):
+        is_written = self.witness.writes([tensor for tensor, _ in self.arguments])
+        if is_written or any(version(tensor) != old for tensor, old in self.arguments):
             raise RuntimeError(
                 "leanstep: an argument of a block that backward runs again was changed in place "
                 "since, by the block or after it. Change it out of place, or keep the block."
             )
-        now, copies = _Attributes(self.module), [(b, _copy(b)) for b in self.module.buffers()]
+        if self.witness.changed():
+            raise RuntimeError(
+                f"leanstep: a tensor that {self.name} reads was changed in place after its forward,"
+                " and backward runs the block again. Change it out of place, or keep the block."
+            )
+        now, states = _Attributes(self.module), self.held.states()
         self.attributes.put_back()
-        for buffer, _, copy in self.buffers:
-            buffer.data.copy_(copy)
+        self.held.set_states(self.held_states)
         try:
-            with same_other_draws(self.draws):
+            with (
+                same_other_draws(self.draws),
+                self.witness.as_before(),
+                Suspicion(self.witness, self.name),
+            ):
                 yield
         finally:
             now.put_back()
-            for buffer, copy in copies:
-                # Through `data`: autograd shall not take this for a change.
-                buffer.data.copy_(copy)
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone()
+            self.held.set_states(states)
 
 
 class _Attributes:

@@ -37,6 +37,28 @@ class CudaDraw:
         return CudaDraw(self.device_index, 0, self.offset - base.offset)
 
 
+class DeviceDraws:
+    """Notice draws of a call that cannot be counted from where its generator stood at the start.
+
+    A seed that is set inside the call, or a state that is put back, moves it without a draw.
+    """
+
+    def __init__(self) -> None:
+        self._first: CudaDraw | None = None
+        self._expected: CudaDraw | None = None
+        self._has_jumped = False
+
+    def drew(self, draw: CudaDraw) -> None:
+        """Note a draw, after it."""
+        self._first = self._first or draw
+        self._has_jumped |= self._expected is not None and self._expected != draw
+        self._expected = cuda_state(draw.device_index)
+
+    def follow(self, start: CudaDraw | None) -> bool:
+        """Whether every draw follows the one before, and the first the start."""
+        return self._first is None or (self._first == start and not self._has_jumped)
+
+
 def draw_device(
     facts: tuple[Fact, ...], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> CudaDraw | None:

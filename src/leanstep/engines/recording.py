@@ -13,8 +13,13 @@ from typing import Any
 import torch
 
 from leanstep import torch_private
-from leanstep.blockgraph import NEVER_RERUN, STATISTICS_ARE_OPTIONAL
-from leanstep.engines.randomness import CudaDraw, draw_device
+from leanstep.blockgraph import (
+    NEVER_RERUN,
+    STATISTICS_ARE_OPTIONAL,
+    UNWRITTEN,
+    reads_unwritten,
+)
+from leanstep.engines.randomness import CudaDraw, DeviceDraws, draw_device
 from leanstep.engines.scope import Scope
 from leanstep.ir import Fact, Value
 from leanstep.ir.graph import scoped_name
@@ -106,10 +111,12 @@ class CallRecorder(torch_private.TorchDispatchMode):
         self._recipes = recipes
         self.cheap_ops: dict[int, RecordedOp] = {}
         self._draw_order = DrawOrder(random_state)
+        self.device_draws = DeviceDraws()
         self.book = StorageBook(lambda number: None)
         self.ops: dict[int, RecordedOp] = {}
         self.makers: dict[Value, Rerun] = {}
         self.outside: dict[Value, torch.Tensor] = {}
+        self.unwritten: set[Value] = set()
         self.keys: dict[int, str] = {}
         self.names: list[str] = []
         self.depends_on_data = False
@@ -152,6 +159,8 @@ class CallRecorder(torch_private.TorchDispatchMode):
             self._draws += 1
             writes.append(Value(GENERATOR, self._draws))
             self._note_draw()
+        if draw is not None:
+            self.device_draws.drew(draw)
         self._note(info, func, templates, reads, writes, births, draw, facts)
         if self._recipes and info.name in RECIPES:
             self._note_recipe(info, args, kwargs, list(tensors_in(out)), births)
@@ -215,7 +224,7 @@ class CallRecorder(torch_private.TorchDispatchMode):
             return tensor
         self.paused, paused = True, self.paused
         try:
-            return tensor.detach()
+            return torch_private.detached(tensor)
         finally:
             self.paused = paused
 
@@ -255,6 +264,8 @@ class CallRecorder(torch_private.TorchDispatchMode):
                 key = key or self._key(operator)
                 self.keys[number] = f"{key}:{len(births)}"
                 births.append((number, leaf))
+                if operator.startswith(UNWRITTEN) and tensor.numel():
+                    self.unwritten.add(Value(number, 0))
         return births
 
     def _note(
@@ -279,6 +290,8 @@ class CallRecorder(torch_private.TorchDispatchMode):
             writes = []
         if any(self.is_outside(value.storage) for value in writes):
             # Running it again would write what belongs to others.
+            return
+        if self.unwritten and reads_unwritten(reads, writes, self.unwritten):
             return
         rerun = Rerun(len(self.names) - 1, tuple(dict.fromkeys(reads)), (*writes, *made))
         args, kwargs = templates

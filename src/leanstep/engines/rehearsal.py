@@ -3,7 +3,7 @@
 import torch
 
 from leanstep.engines.apply import Applied
-from leanstep.engines.witness import Witness
+from leanstep.engines.observer import Observer
 from leanstep.ir import Exclusion
 from leanstep.ir.graph import block_name
 from leanstep.state import untouched
@@ -12,24 +12,24 @@ from leanstep.step import TrainingStep
 
 def rehearse(step: TrainingStep, applied: Applied) -> tuple[Exclusion, ...]:
     """Run forward and backward under the plan, which leaves no trace; name who failed, and why."""
-    witness = Witness(compares=applied.plan.exact)
-    with untouched(step), applied.witnessed_by(witness):
+    observer = Observer(compares=applied.plan.exact)
+    with untouched(step), applied.observed_by(observer):
         try:
             step.compute_loss().backward()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            if not witness.current:
+            if not observer.current:
                 raise
             first_line = str(error).partition("\n")[0]
-            witness.doubt(
-                witness.current,
+            observer.doubt(
+                observer.current,
                 f"in a dry run it raised {type(error).__name__}: {first_line}",
             )
-    witness.close()
+    observer.close()
     found = (
         Exclusion(decision.path, decision.children, decision.engine, reason)
         for decision in applied.plan.changed
-        if (reason := witness.doubts.get(block_name(decision.path, decision.children)))
+        if (reason := observer.doubts.get(block_name(decision.path, decision.children)))
     )
     return tuple(dict.fromkeys(found))

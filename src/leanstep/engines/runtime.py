@@ -10,11 +10,16 @@ import torch
 from leanstep.engines.border import Borders, Gate
 from leanstep.engines.context import Context
 from leanstep.engines.module import run_checkpointed
+from leanstep.engines.observer import Observer, observed
 from leanstep.engines.replay import Replayer
 from leanstep.engines.scope import Scope
-from leanstep.engines.witness import Witness, witnessed
 from leanstep.ir import Decision, Engine
-from leanstep.torch_private import in_backward, saving_hooks_work, tree_leaves
+from leanstep.torch_private import (
+    in_backward,
+    saving_hooks_are_set,
+    saving_hooks_work,
+    tree_leaves,
+)
 from leanstep.units import format_bytes
 
 
@@ -22,14 +27,14 @@ from leanstep.units import format_bytes
 class Round:
     """The calls between two backward passes: occurrences are counted from its start.
 
-    In a rehearsal there is a witness.
+    In a rehearsal there is a observer.
     """
 
     number: int = 0
     backward_seen: bool = False
     active: bool = False
     borders: Borders = field(default_factory=Borders)
-    witness: Witness | None = None
+    observer: Observer | None = None
 
     def begin_call(self) -> int:
         """The number of the round that a call belongs to."""
@@ -44,13 +49,25 @@ class Round:
 
 @dataclass
 class SizeWatch:
-    """Warn once when the batch is larger than the one the plan was made for."""
+    """Warn once, of each reason that a step may need more memory than planned."""
 
     peak_bytes: int
     movable_bytes: int
     budget_bytes: int
     planned: dict[str, int] = field(default_factory=dict)
     warned: bool = False
+    yielded: bool = False
+
+    def yields(self, name: str) -> None:
+        """Note that a block leaves what autograd saves to hooks of the user's."""
+        if not self.yielded:
+            self.yielded = True
+            warnings.warn(
+                f"leanstep leaves {name} as it is inside saved-tensor hooks of yours (save_on_cpu, "
+                "a checkpoint): they decide what is kept. If every step has them, let the loss "
+                "given to leanstep.fit have them too.",
+                stacklevel=2,
+            )
 
     def see(self, name: str, nbytes: int) -> None:
         """Compare a block's arguments with those of its first call, which was the planned one."""
@@ -102,17 +119,22 @@ class BlockRuntime:
         if not torch.is_grad_enabled() or self.rounds.active or in_backward():
             # In backward: a checkpoint of the user's runs it again, and counts what is saved.
             return forward(module, *args, **kwargs)
+        if not saving_hooks_work():
+            return forward(module, *args, **kwargs)
         place = self._place()
         decision = self.decisions[place]
         self.watch.see(f"{self.name}, call {place}", _tensor_bytes(args, kwargs))
-        # Hooks that drop nothing would still take what a checkpoint of the user's means to drop.
         is_replayed = decision.engine is Engine.REPLAY
         drops_nothing = is_replayed and not decision.drop and not decision.border_in
-        if decision.engine is Engine.UNTOUCHED or drops_nothing or not saving_hooks_work():
+        if decision.engine is Engine.UNTOUCHED or drops_nothing:
+            return forward(module, *args, **kwargs)
+        if is_replayed and saving_hooks_are_set():
+            # Ours would take what the user's mean to drop or to move.
+            self.watch.yields(self.name)
             return forward(module, *args, **kwargs)
         self.rounds.active = True
         try:
-            with witnessed(self.rounds.witness, self.name):
+            with observed(self.rounds.observer, self.name):
                 return self._planned(place, module, forward, args, kwargs)
         finally:
             self.rounds.active = False
@@ -131,7 +153,7 @@ class BlockRuntime:
         leaves = tree_leaves((args, kwargs)) if decision.border_in else ()
         gate = Gate(rounds.borders, leaves) if decision.border_in else None
         gives = rounds.borders if self.gives[place] else None
-        context = Context(self.name, rounds.saw_backward, gate, gives, rounds.witness)
+        context = Context(self.name, rounds.saw_backward, gate, gives, rounds.observer)
         return self.replays[place].run(context, module, forward, args, kwargs)
 
     def _place(self) -> int:

@@ -2,9 +2,10 @@
 
 Compared on every call: the tensor arguments' shapes, strides, dtypes, devices and which of them
 share a storage, the other arguments, the plain attributes, hooks and children of the block's
-modules and of the objects they hold, global variables that their methods name, which parameters
-want gradients, autocast and the default dtype. What cannot be seen from here (a number that a
-function of the user's makes up) is left to the audits.
+modules and of the objects they hold, where their own generators of random numbers stand, global
+variables that their methods name, which parameters want gradients, autocast and the default dtype.
+What cannot be seen from here (a number that a function of the user's makes up) is left to the
+audits.
 """
 
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from leanstep.generators import HeldGenerators
 from leanstep.torch_private import storage_address, tree_flatten
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -82,6 +84,7 @@ class Watch:
             if isinstance(value, (*_PLAIN, *_CODE)) or _is_plain_tuple(value)
         ]
         self._attributes.extend(_globals(modules))
+        self._generators = HeldGenerators(modules)
         # By name, not by object: another object may stand there at the next call.
         self._held = [
             (own, name)
@@ -94,6 +97,7 @@ class Watch:
         """The attributes as they are now; compare two with `same`."""
         state = [own.get(name, _MISSING) for own, name in self._attributes]
         state.extend(tuple(_plain_items(own.get(name))) for own, name in self._held)
+        state.extend(self._generators.states())
         for own in self._owners:
             state.append(len(own))
             state.append((*own["_forward_hooks"], *own["_forward_pre_hooks"]))

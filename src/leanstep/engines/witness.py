@@ -1,151 +1,197 @@
-"""Watch a rehearsal: does everything that was dropped come back with the bits it had?
+"""See what a call does to what was there before it, so that a second run finds the same world.
 
-Tensors are compared by a checksum of their bits, so that both versions need not be there at once.
-Checksums stay on the device; they are compared when the rehearsal is over.
+Seen below autograd: every tensor that is read and was not made in the call, every such tensor that
+is written (be it through `data`, or by an op that does not say so), and every generator that is
+handed to an op. Nothing here refers to the call's own tensors.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from leanstep import torch_private
-from leanstep.recorder.facts import op_info, tensors_in
+from leanstep.blockgraph import STATISTICS_ARE_OPTIONAL
+from leanstep.recorder.facts import named_arguments, op_info, tensor_arguments, tensors_in
 from leanstep.recorder.values import has_storage
-
-# Elements that one piece of a checksum is worked out from: bounds the memory it takes.
-_PIECE = 1 << 22
-
-# An odd multiplier for the places of elements, so that two that change places are seen.
-_SPREAD = 0x9E3779B97F4A7C1
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-# What such ops return was written by nobody.
-_UNWRITTEN = ("aten.empty", "aten.new_empty", "aten.resize_", "aten._unsafe_empty")
+from leanstep.torch_private import (
+    TorchDispatchMode,
+    detached,
+    same_versions_after,
+    storage_address,
+    version,
+)
 
 
-def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """A number that tells two tensors with other bits apart, on the tensor's device."""
-    with torch_private.past_every_mode(), torch.no_grad():
-        bits = _bits(tensor.detach())
-        total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-        place = 0
-        for piece in _pieces(bits):
-            values = piece.reshape(-1).to(torch.int64)
-            places = torch.arange(place, place + values.numel(), device=tensor.device)
-            total += ((values + 1) * (places * _SPREAD + 1)).sum()
-            place += values.numel()
-        return total
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """A tensor that the call writes, and a copy of its memory from before."""
+
+    tensor: torch.Tensor
+    copy: torch.Tensor | None
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    plain = tensor.resolve_conj().resolve_neg()
-    if plain.is_complex():
-        plain = torch.view_as_real(plain)
-    return plain.view(_INTEGERS[plain.element_size()])
+class Witness(TorchDispatchMode):
+    """Watch the first run of a call.
 
-
-def _pieces(bits: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The tensor cut along its first dimension: one with strides is not copied whole."""
-    if bits.dim() == 0 or bits.numel() <= _PIECE:
-        return (bits,)
-    rows = max(1, _PIECE * bits.shape[0] // bits.numel())
-    pieces: tuple[torch.Tensor, ...] = bits.split(rows)
-    return pieces
-
-
-class Witness:
-    """What a rehearsal has shown so far.
-
-    `current` is the block that is at work, to blame when something fails; `compares` is false
-    where the user allowed other bits.
+    The second may read `parameters` that the first has not: autocast had cast them before.
     """
 
-    def __init__(self, *, compares: bool = True) -> None:
-        self.current = ""
-        self.compares = compares
-        self.doubts: dict[str, str] = {}
-        self._pairs: list[tuple[str, str, torch.Tensor, torch.Tensor]] = []
-
-    def see(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """What to remember of a tensor until it comes back."""
-        return checksum(tensor) if self.compares and has_storage(tensor) else None
-
-    def compare(
-        self, block_name: str, what: str, before: torch.Tensor | None, tensor: torch.Tensor
-    ) -> None:
-        """Note how a tensor came back."""
-        if before is not None:
-            self._pairs.append((block_name, what, before, checksum(tensor)))
-
-    def doubt(self, block_name: str, reason: str) -> None:
-        """Note the first thing that is wrong with a block."""
-        self.doubts.setdefault(block_name, reason)
-
-    def close(self) -> None:
-        """Compare what was noted."""
-        for block_name, what, before, after in self._pairs:
-            if int(before) != int(after):
-                self.doubt(block_name, f"in a dry run {what} came back with other bits")
-        self._pairs.clear()
-
-    def first_run(self) -> "RunWitness":
-        """Watch the first run of a block that is run twice."""
-        return RunWitness(self)
-
-
-@contextmanager
-def witnessed(witness: Witness | None, block_name: str) -> Iterator[None]:
-    """Let a block be to blame for what fails inside; outside a rehearsal nothing happens."""
-    if witness is None:
-        yield
-        return
-    around, witness.current = witness.current, block_name
-    yield
-    # Not after an error: whoever asks then shall find the block.
-    witness.current = around
-
-
-class RunWitness(torch_private.TorchDispatchMode):
-    """Note what every op of a run returns, or compare it with what was noted."""
-
-    def __init__(self, witness: Witness, noted: list[Any] | None = None, name: str = "") -> None:
+    def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
-        self.witness, self.name = witness, name
-        self.noted: list[Any] = [] if noted is None else noted
-        self._is_second = noted is not None
-        self._place = 0
-
-    def again(self, block_name: str) -> "RunWitness":
-        """Watch the second run; torch compares the two when it has ended."""
-        self.witness.current = block_name
-        return RunWitness(self.witness, self.noted, block_name)
+        self._parameters = {storage_address(p): (p, version(p)) for p in parameters}
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._read: dict[int, tuple[torch.Tensor, int]] = {}
+        self._written: dict[int, _Written] = {}
+        self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
 
     def __torch_dispatch__(
         self,
-        func: Callable[..., Any],
+        func: Any,
         types: Any,
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run one op and look at what it returns."""
-        out = func(*args, **(kwargs or {}))
-        name = op_info(func).name
-        if name == "aten.detach.default":
-            # Checkpointing detaches what it hands to autograd, in the second run alone.
-            return out
-        tensors = [] if name.startswith(_UNWRITTEN) else list(tensors_in(out))
-        if not self._is_second:
-            self.noted.append((name, [self.witness.see(tensor) for tensor in tensors]))
-            return out
-        expected, before = self.noted[self._place] if self._place < len(self.noted) else ("", [])
-        self._place += 1
-        if expected != name:
-            what = f"{name} where {expected} ran first" if expected else f"{name} too"
-            self.witness.doubt(self.name, f"in a dry run its second run ran {what}")
-        else:
-            for seen, tensor in zip(before, tensors, strict=False):
-                self.witness.compare(self.name, f"the result of {name}", seen, tensor)
+        """Run one op and note what it touches."""
+        kwargs = kwargs or {}
+        info = op_info(func)
+        for tensor, is_written in tensor_arguments(info, args, kwargs):
+            if not self.knows(tensor):
+                self.note(tensor)
+                self._read[storage_address(tensor)] = (_plain(tensor), version(tensor))
+            if is_written:
+                # Statistics do not change what batch norm puts out in training.
+                self._before_write(tensor, copies=info.name not in STATISTICS_ARE_OPTIONAL)
+        if info.may_draw:
+            generator = dict(named_arguments(info, args, kwargs)).get("generator")
+            if generator is not None and id(generator) not in self._generators:
+                self._generators[id(generator)] = (generator, generator.get_state())
+        out = func(*args, **kwargs)
+        for tensor in tensors_in(out):
+            if has_storage(tensor) and not self.knows(tensor):
+                self.note(tensor)
         return out
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether the call has read or made a tensor's storage, which is still there."""
+        reference = self._known.get(storage_address(tensor))
+        return reference is not None and reference() is not None
+
+    def expects(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a parameter, as it was when the call began."""
+        parameter, old = self._parameters.get(storage_address(tensor), (tensor, -1))
+        return version(parameter) == old
+
+    def writes(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the call has written one of these."""
+        return any(has_storage(t) and storage_address(t) in self._written for t in tensors)
+
+    def has_equal(self, tensor: torch.Tensor) -> bool:
+        """Whether the call has read a tensor with these contents: made anew of the same data."""
+        found = (noted for noted, _ in self._read.values() if noted.shape == tensor.shape)
+        return any(
+            noted.dtype is tensor.dtype
+            and noted.device == tensor.device
+            and torch.equal(_bytes(noted), _bytes(tensor))
+            for noted in found
+        )
+
+    def changed(self) -> bool:
+        """Whether something that the call has only read was written since."""
+        return any(
+            version(tensor) != old
+            for address, (tensor, old) in self._read.items()
+            if address not in self._written
+        )
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """Put back what the call wrote and drew from; after it, leave all as it is now."""
+        now = [(one, _copy(one.tensor)) for one in self._written.values()]
+        states = [(generator, generator.get_state()) for generator, _ in self._generators.values()]
+        with ExitStack() as stack:
+            stack.enter_context(same_versions_after([one.tensor for one in self._written.values()]))
+            for one, copy in now:
+                stack.callback(_fill, one.tensor, copy)
+                if one.copy is not None:
+                    _fill(one.tensor, one.copy)
+            for generator, state in states:
+                stack.callback(generator.set_state, state)
+            for generator, state in self._generators.values():
+                generator.set_state(state)
+            yield
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """Count a tensor's storage among what the call knows."""
+        self._known[storage_address(tensor)] = weakref.ref(tensor.untyped_storage())
+
+    def _before_write(self, tensor: torch.Tensor, *, copies: bool) -> None:
+        address = storage_address(tensor)
+        if address not in self._read:
+            return
+        known = self._written.get(address)
+        if known is None or (copies and known.copy is None):
+            self._written[address] = _Written(_plain(tensor), _copy(tensor) if copies else None)
+
+
+class Suspicion(TorchDispatchMode):
+    """Watch the second run of a call: it may read nothing that the first has not read."""
+
+    def __init__(self, first: Witness, block_name: str) -> None:
+        super().__init__()
+        self._first, self._block_name = first, block_name
+        self._made = Witness()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run one op, if it starts from what is known."""
+        kwargs = kwargs or {}
+        for tensor, _ in tensor_arguments(op_info(func), args, kwargs):
+            if not self._made.knows(tensor) and not self._is_known(tensor):
+                raise RuntimeError(
+                    f"leanstep: {self._block_name} is run again for backward and reads a tensor "
+                    "that it did not read in forward: one that was replaced since, perhaps, by "
+                    "another block. Nothing was computed wrongly; keep it, or use "
+                    'engine="replay".'
+                )
+        out = func(*args, **kwargs)
+        for tensor in tensors_in(out):
+            if has_storage(tensor):
+                self._made.note(tensor)
+        return out
+
+    def _is_known(self, tensor: torch.Tensor) -> bool:
+        first = self._first
+        return first.knows(tensor) or first.expects(tensor) or first.has_equal(tensor)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its history, which may lead back to the very call."""
+    return tensor if tensor.is_leaf else detached(tensor)
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor's memory: a tensor of its own, so autograd does not see it written."""
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return memory.set_(tensor.untyped_storage())
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return _memory(tensor).clone()
+
+
+def _fill(tensor: torch.Tensor, copy: torch.Tensor) -> None:
+    with torch.no_grad():
+        _memory(tensor).copy_(copy)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8)

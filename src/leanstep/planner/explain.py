@@ -17,7 +17,10 @@ STATIC = (Category.PARAMETER, Category.BUFFER, Category.GRADIENT, Category.OPTIM
 
 
 class Account:
-    """Every decision's share in the planned step, at its peak and at the untouched step's."""
+    """Every decision's share in the planned step, at its peak and at the untouched step's.
+
+    `dropped` are the storages that each decision drops.
+    """
 
     def __init__(
         self,
@@ -25,8 +28,10 @@ class Account:
         views: Sequence[BlockGraph],
         effects: Sequence[Effect],
         line: Timeline,
+        dropped: Sequence[frozenset[int]],
     ) -> None:
         self.profile, self.views, self.effects = profile, views, effects
+        self._dropped = dropped
         untouched = timeline(profile, [])
         self.planned, self.unplanned = line.points[line.peak], untouched.points[untouched.peak]
         self.base_bytes = int(base_levels(profile)[self.planned.position])
@@ -55,8 +60,9 @@ class Account:
     def _rows(self, place: int, freed: Sequence[Counter[int]]) -> Iterator[OpRow]:
         """The ops of a call that autograd saves from or that run again."""
         view, effect, graph = self.views[place], self.effects[place], self.profile.graph
-        # An output that the next call saves may be dropped too.
-        gone = {s.storage for s in effect.shifts if s.nbytes < 0} & view.own_storages
+        # Not read off the shifts: what Python holds as long as autograd is dropped without one. An
+        # output that the next call saves may be dropped too.
+        gone = self._dropped[place] & view.own_storages
         held = ({save.value.storage for save in view.saves} & view.own_storages) | gone
         paid: dict[int, float] = {}
         for replay in effect.replays:

@@ -31,7 +31,8 @@ def lower(
     """
     found = effects(picked)
     line = timeline(profile, found)
-    account = Account(profile, [part.view for part, _ in picked], found, line)
+    dropped = [option.dropped for _, option in picked]
+    account = Account(profile, [part.view for part, _ in picked], found, line, dropped)
     planned, unplanned = account.peaks(droppable)
     takes = [False, *(option.drops_border for _, option in picked)][: len(picked)]
     extra_seconds = sum(option.seconds for _, option in picked)

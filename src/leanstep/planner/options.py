@@ -307,7 +307,7 @@ def _by_module(
     profile: Profile, view: BlockGraph, borders: frozenset[int], wished: Wishes
 ) -> CallOptions:
     may_run_again = borders.isdisjoint(view.saved) and wished.keep.isdisjoint(view.saved)
-    if not view.saved or not may_run_again or _writes_outside(view):
+    if not view.saved or not may_run_again or _writes_outside(view) or view.reads_what_changes:
         return _alone(UNTOUCHED)
     whole = _option(profile, Engine.MODULE, view.saved, module_effect(view))
     if wished.recompute.intersection(view.saved):

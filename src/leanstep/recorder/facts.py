@@ -11,11 +11,17 @@ from leanstep.ir import Fact
 from leanstep.recorder.values import has_storage
 from leanstep.torch_private import generator_bytes, operator_arguments
 
-# These ops write their running statistics although their schema does not say so.
+# These ops write running statistics, or a state, although their schema does not say so.
 HIDDEN_WRITES = {
     "aten.native_batch_norm.default": ("running_mean", "running_var"),
     "aten.cudnn_batch_norm.default": ("running_mean", "running_var"),
     "aten.miopen_batch_norm.default": ("running_mean", "running_var"),
+    # What SyncBatchNorm is made of.
+    "aten.batch_norm_gather_stats.default": ("running_mean", "running_var"),
+    "aten.batch_norm_gather_stats_with_counts.default": ("running_mean", "running_var"),
+    "aten.batch_norm_update_stats.default": ("running_mean", "running_var"),
+    # The state of cuDNN's own draws, for the dropout between layers.
+    "aten._cudnn_rnn.default": ("dropout_state",),
 }
 
 # Their values reach Python, so the code that follows may depend on data.
@@ -66,11 +72,11 @@ def named_arguments(
 
 
 def written_names(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> frozenset[str]:
-    """The arguments this call writes; batch norm leaves its statistics alone in evaluation."""
+    """The arguments this call writes; in evaluation statistics and states are left alone."""
     if info.name not in HIDDEN_WRITES:
         return info.written
     named = dict(named_arguments(info, args, kwargs))
-    return info.written if named.get("training") else frozenset()
+    return info.written if named.get("training", named.get("train", True)) else frozenset()
 
 
 def tensor_arguments(
