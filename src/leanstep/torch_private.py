@@ -131,6 +131,10 @@ def forward_hooks(module: torch.nn.Module) -> list[dict[int, Any]]:
     return [module._forward_pre_hooks, module._forward_hooks]
 
 
+# The module and the function in which torch calls what `torch.compile` has wrapped.
+COMPILED_CALL = ("torch._dynamo.eval_frame", "compile_wrapper")
+
+
 # Every call of a module goes through this function: its frame on the stack holds the module.
 MODULE_CALL_CODE = torch.nn.Module._call_impl.__code__
 

@@ -24,7 +24,7 @@ REBUILD = IR | {"rebuild", "recipes", "blockgraph"}
 SIMULATOR = REBUILD | {"effects", "simulator"}
 SOLVERS = SIMULATOR | {"solvers"}
 PLANNER = SOLVERS | {"planner"}
-DEVICE = REBUILD | {"torch_private", "step", "state", "truth"}
+DEVICE = REBUILD | {"torch_private", "eager", "step", "state", "truth"}
 RECORDER = DEVICE | {"recorder"}
 STAGES = (
     PLANNER
@@ -45,6 +45,7 @@ MAY_IMPORT = {
     "planner": PLANNER,
     "reporters": SIMULATOR | {"reporters"},
     "torch_private": BASE,
+    "eager": BASE | {"torch_private"},
     "step": IR | {"torch_private"},
     "state": IR | {"torch_private", "step"},
     "truth": IR | {"torch_private", "step", "state"},
@@ -69,6 +70,7 @@ GUESTS = {"integrations", "cli", "__main__"}
 TORCH = {
     *("recorder", "profiler", "imagine", "estimator", "engines", "models", "integrations"),
     *("verifier", "truth", "fitter", "state", "step", "torch_private", "testing", "api", "marks"),
+    "eager",
 }
 WITHOUT_TORCH = (
     "planner",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from leanstep.eager import never_compiled, uncompiled
 from leanstep.engines.randomness import other_random_states, same_other_draws
 from leanstep.torch_private import forward_hooks, tree_leaves, version
 
@@ -26,7 +27,12 @@ def run_checkpointed(
 ) -> Any:
     """Run a module so that backward runs it again instead of holding what it saved."""
     call = _CheckpointedCall(module, forward, rounds)
-    return checkpoint(call, args, kwargs, use_reentrant=False)
+    return checkpoint(never_compiled(_run), call, args, kwargs, use_reentrant=False)
+
+
+def _run(call: "_CheckpointedCall", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with uncompiled():
+        return call(args, kwargs)
 
 
 class _CheckpointedCall:

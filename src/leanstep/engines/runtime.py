@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from leanstep.eager import CompilerWatch, uncompiled
 from leanstep.engines.border import Borders, Gate
 from leanstep.engines.context import Context
 from leanstep.engines.module import run_checkpointed
@@ -25,6 +26,7 @@ class Round:
     backward_seen: bool = False
     active: bool = False
     borders: Borders = field(default_factory=Borders)
+    compiler: CompilerWatch = field(default_factory=CompilerWatch)
 
     def begin_call(self) -> int:
         """The number of the round that a call belongs to."""
@@ -105,6 +107,7 @@ class BlockRuntime:
         drops_nothing = is_replayed and not decision.drop and not decision.border_in
         if decision.engine is Engine.UNTOUCHED or drops_nothing or not saving_hooks_work():
             return forward(module, *args, **kwargs)
+        self.rounds.compiler.see(self.name)
         self.rounds.active = True
         try:
             if decision.engine is Engine.MODULE:
@@ -113,7 +116,8 @@ class BlockRuntime:
             gate = Gate(borders, tree_leaves((args, kwargs))) if decision.border_in else None
             gives = borders if self.gives[place] else None
             context = Context(self.name, self.rounds.saw_backward, gate, gives)
-            return self.replays[place].run(context, module, forward, args, kwargs)
+            with uncompiled():
+                return self.replays[place].run(context, module, forward, args, kwargs)
         finally:
             self.rounds.active = False
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from leanstep import torch_private
+from leanstep.eager import uncompiled
 from leanstep.ir import Category, Fact, Graph, ModuleCall, Op, Phase, Save, Storage, Unpack, Value
 from leanstep.recorder.accumulation import EngineSums
 from leanstep.recorder.facts import (
@@ -339,6 +340,7 @@ def record(step: TrainingStep, signatures: Signatures, meter: OpMeter | None = N
     with meter or OpMeter(step.device) as meter:
         recording = StepRecording(meter, signatures)
         with ExitStack() as stack:
+            stack.enter_context(uncompiled())
             stack.enter_context(_module_hooks(step.model, recording))
             _adopt_static(step, recording)
             stack.enter_context(recording)
