@@ -14,10 +14,12 @@ from leanstep.imagine import Factory, Ingredients
 from leanstep.ir import Plan, Profile, Verdict
 from leanstep.ir.check import check_blocks, check_graph
 from leanstep.marks import marks_of
+from leanstep.owners import refuse_owners
 from leanstep.profiler import measure, with_recipes
 from leanstep.profiler.cache import device_name
 from leanstep.recorder import record
 from leanstep.recorder.blocks import find_blocks
+from leanstep.recorder.company import Company
 from leanstep.recorder.identity import identity_of
 from leanstep.recorder.signatures import Signatures
 from leanstep.simulator import simulate, static_bytes
@@ -84,7 +86,8 @@ def profile_step(step: TrainingStep) -> Profile:
         step.first_run()
         seconds = median_seconds(step.run, step.device)
         resident = resident_bytes(step)
-        graph = record(step, signatures)
+        company = Company()
+        graph = record(step, signatures, company=company)
         check_graph(graph)
         rise = _measured_rise(step)
     costs, notes = measure(signatures.specs, signatures.that_write(graph), step.device)
@@ -104,6 +107,7 @@ def profile_step(step: TrainingStep) -> Profile:
         gradients_kept=step.gradients_kept,
         marks=marks,
         notes=tuple(notes),
+        company=tuple(company.notes(blocks)),
     )
     return _with_peak(draft, max(0, resident - static_bytes(draft)), rise)
 
@@ -165,6 +169,7 @@ def verify(
 
 
 def refuse_fitted(model: torch.nn.Module) -> None:
-    """Say so when a plan is already in force."""
+    """Say so when a plan is already in force, or somebody else's checkpointing."""
     if any(is_attached(module) for module in model.modules()):
         raise InputError("this model is already fitted: call remove() on what fit returned first")
+    refuse_owners(model)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from leanstep.torch_private import COMPILED_CALL
+from leanstep.torch_private import COMPILED_CALL, is_compiler_on
 
 REASON = (
     "leanstep: a block with a plan runs uncompiled. Compile without fullgraph=True, "
@@ -57,7 +57,7 @@ def is_compiled_call(frame: FrameType) -> bool:
 
 def is_called_by_compiled() -> bool:
     """Whether a compiled function or model is being called on this thread."""
-    frame: FrameType | None = sys._getframe(1) if is_compiler_loaded() else None
+    frame: FrameType | None = sys._getframe(1) if is_compiler_on() else None
     while frame is not None:
         if is_compiled_call(frame):
             return True

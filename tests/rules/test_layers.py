@@ -29,7 +29,7 @@ RECORDER = DEVICE | {"recorder"}
 STAGES = (
     PLANNER
     | RECORDER
-    | {"marks", "profiler", "imagine", "estimator", "engines", "verifier", "reporters"}
+    | {"owners", "marks", "profiler", "imagine", "estimator", "engines", "verifier", "reporters"}
 )
 
 MAY_IMPORT = {
@@ -45,6 +45,7 @@ MAY_IMPORT = {
     "planner": PLANNER,
     "reporters": SIMULATOR | {"reporters"},
     "torch_private": BASE,
+    "owners": BASE | {"torch_private"},
     "eager": BASE | {"torch_private"},
     "step": IR | {"torch_private"},
     "state": IR | {"torch_private", "step"},
@@ -53,7 +54,7 @@ MAY_IMPORT = {
     "recorder": RECORDER,
     "profiler": RECORDER | {"profiler"},
     "imagine": RECORDER | {"imagine"},
-    "estimator": RECORDER | {"effects", "simulator", "marks", "profiler", "imagine"},
+    "estimator": RECORDER | {"owners", "effects", "simulator", "marks", "profiler", "imagine"},
     "engines": RECORDER | {"engines"},
     "verifier": RECORDER | {"simulator", "engines"},
     "models": BASE | {"models"},
@@ -70,7 +71,7 @@ GUESTS = {"integrations", "cli", "__main__"}
 TORCH = {
     *("recorder", "profiler", "imagine", "estimator", "engines", "models", "integrations"),
     *("verifier", "truth", "fitter", "state", "step", "torch_private", "testing", "api", "marks"),
-    "eager",
+    *("eager", "owners"),
 }
 WITHOUT_TORCH = (
     "planner",

@@ -226,9 +226,81 @@ def test_fit_does_not_warn_and_an_uncompiled_model_hears_nothing():
             numbers(model, model)
 
 
-def test_with_the_compiler_switched_off_all_is_as_it_was(monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "disable", True)
+def test_with_the_compiler_switched_off_all_is_as_it_was():
     plain, model = stack(), stack()
-    fitted = leanstep.fit(model, batch(), budget="60%")
+    model.compile(backend="eager")
+    with torch._dynamo.config.patch(disable=True):
+        fitted = leanstep.fit(model, batch(), budget="60%")
+        assert fitted.verdict.gradients_equal
+        assert_same(numbers(plain, plain), numbers(model, model))
+
+
+def compiled_act(calls):
+    """A compiled function that counts how often its compiled form runs."""
+
+    def backend(graph, _):
+        def run(*args):
+            calls.append(1)
+            return graph.forward(*args)
+
+        return run
+
+    @torch.compile(backend=backend)
+    def act(hidden):
+        return functional.gelu(hidden) * torch.sigmoid(hidden)
+
+    return act
+
+
+def test_a_compiled_function_in_a_block_is_refused_and_stays_compiled():
+    calls = []
+    model = stack(compiled_act(calls))
+
+    with pytest.raises(leanstep.LeanstepError) as caught:
+        leanstep.fit(model, batch(), budget="60%")
+
+    assert str(caught.value).startswith(
+        "blocks.0 runs code that torch.compile has compiled (test_compiled.py:"
+    )
+    assert str(caught.value).endswith(
+        "and a planned block runs uncompiled: take the torch.compile away, or call "
+        'torch.compiler.set_stance("force_eager") before fit'
+    )
+    calls.clear()
+    numbers(model, model)
+    assert len(calls) == 3
+
+
+def test_with_the_compiler_told_to_step_aside_such_a_model_is_fitted():
+    model, plain = stack(compiled_act([])), stack(lambda x: functional.gelu(x) * torch.sigmoid(x))
+    with torch.compiler.set_stance("force_eager"):
+        fitted = leanstep.fit(model, batch(), budget="60%")
+        assert fitted.verdict.gradients_equal
+        assert_same(numbers(plain, plain), numbers(model, model))
+    assert_same(numbers(plain, plain)[-1:], numbers(model, model)[-1:])
+
+
+def test_a_compiled_loss_around_the_model_is_refused_as_compiled_blocks():
+    @torch.compile(backend="eager")
+    def loss(model, rows):
+        return model(rows)
+
+    with pytest.raises(leanstep.LeanstepError, match="runs code that torch"):
+        leanstep.fit(stack(), batch(), loss)
+
+
+def test_compiled_code_outside_of_the_blocks_is_noted():
+    calls = []
+    act = compiled_act(calls)
+    model = stack()
+
+    fitted = leanstep.fit(model, batch(), lambda m, rows: act(m(rows)), budget="60%")
+
+    assert any(
+        note.startswith("code outside of the blocks is compiled (test_compiled.py:")
+        for note in fitted.plan.notes
+    )
     assert fitted.verdict.gradients_equal
-    assert_same(numbers(plain, plain), numbers(model, model))
+    calls.clear()
+    act(model(batch())).backward()
+    assert calls

@@ -13,9 +13,21 @@ from torch.utils.checkpoint import checkpoint
 
 from leanstep.eager import never_compiled, uncompiled
 from leanstep.engines.randomness import other_random_states, same_other_draws
+from leanstep.errors import InputError
+from leanstep.recorder.company import full_name, is_torchs_own
 from leanstep.torch_private import forward_hooks, tree_leaves, version
 
 _MODULE_OWN = frozenset(vars(torch.nn.Module()))
+
+
+def check_own(path: str) -> None:
+    """Say so when the function that this engine runs blocks through is no longer torch's."""
+    if not is_torchs_own(checkpoint):
+        raise InputError(
+            f"torch.utils.checkpoint.checkpoint was replaced by {full_name(checkpoint)} before "
+            f"leanstep was loaded, and the plan runs {path or 'the model'} through it: import "
+            'leanstep.engines first, or fit with engine="replay"'
+        )
 
 
 def run_checkpointed(

@@ -54,6 +54,7 @@ def lower(
             *_stuck_notes([part for part, _ in picked]),
             *notes,
             *_inexact_notes(profile, found),
+            *profile.company,
             *(profile.notes if profile.estimated else ()),
         ),
         peak=planned,

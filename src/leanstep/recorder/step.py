@@ -19,6 +19,7 @@ from leanstep import torch_private
 from leanstep.eager import uncompiled
 from leanstep.ir import Category, Fact, Graph, ModuleCall, Op, Phase, Save, Storage, Unpack, Value
 from leanstep.recorder.accumulation import EngineSums
+from leanstep.recorder.company import Company
 from leanstep.recorder.facts import (
     DrawOrder,
     OpInfo,
@@ -49,9 +50,9 @@ class _Saved:
 class StepRecording(torch_private.TorchDispatchMode):
     """The dispatch mode and hooks that write down one step."""
 
-    def __init__(self, meter: OpMeter, signatures: Signatures) -> None:
+    def __init__(self, meter: OpMeter, signatures: Signatures, company: Company) -> None:
         super().__init__()
-        self.meter, self.signatures = meter, signatures
+        self.meter, self.signatures, self.company = meter, signatures, company
         self.ops: list[Op] = []
         self.saves: list[Save] = []
         self.unpacks: list[Unpack] = []
@@ -221,6 +222,7 @@ class StepRecording(torch_private.TorchDispatchMode):
         node = torch_private.current_node() if torch_private.in_backward() else None
         if node is not None:
             return self._origins.get(torch_private.node_number(node), (-1, ""))
+        self.company.see(len(self.ops))
         origin = (self._stack[-1], user_source())
         # The first op after a node is made is the node's own; ops without gradient follow it.
         self._origins.setdefault(torch_private.next_node_number() - 1, origin)
@@ -335,10 +337,15 @@ class StepRecording(torch_private.TorchDispatchMode):
         return self.ops[death + 1].phase is not Phase.FORWARD
 
 
-def record(step: TrainingStep, signatures: Signatures, meter: OpMeter | None = None) -> Graph:
+def record(
+    step: TrainingStep,
+    signatures: Signatures,
+    meter: OpMeter | None = None,
+    company: Company | None = None,
+) -> Graph:
     """Run one training step and return its graph; the caller keeps what the step changes."""
     with meter or OpMeter(step.device) as meter:
-        recording = StepRecording(meter, signatures)
+        recording = StepRecording(meter, signatures, company or Company())
         with ExitStack() as stack:
             stack.enter_context(uncompiled())
             stack.enter_context(_module_hooks(step.model, recording))
