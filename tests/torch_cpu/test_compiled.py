@@ -1,4 +1,4 @@
-"""torch.compile and fit in every order: the plan stays in force, or the user is told."""
+"""torch.compile, torch.jit and torch.fx around a fit: the plan holds, or the user is told."""
 
 import shutil
 import warnings
@@ -304,3 +304,61 @@ def test_compiled_code_outside_of_the_blocks_is_noted():
     calls.clear()
     act(model(batch())).backward()
     assert calls
+
+
+class Scriptable(Block):
+    """The same block in the words that torch.jit understands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.act
+
+    def forward(self, hidden):
+        return hidden + self.dropout(self.down(functional.gelu(self.up(hidden))))
+
+
+def with_scripted(place):
+    """A stack in which torch.jit made some blocks, or some layers of the blocks."""
+    model = stack()
+    for number, block in enumerate(model.blocks):
+        block.__class__ = Scriptable
+        if place == "layers":
+            block.up = torch.jit.script(nn.Sequential(block.up, nn.GELU(), nn.Sigmoid()))
+        elif number == 0:
+            model.blocks[number] = torch.jit.script(Scriptable())
+    return model
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("place", "first"), [("blocks", "blocks.0"), ("layers", "blocks.0.up")])
+def test_modules_made_by_torch_jit_are_left_alone_and_named(place, first, engine):
+    model, plain = with_scripted(place), with_scripted(place)
+    plain.load_state_dict(model.state_dict())
+
+    fitted = leanstep.fit(model, batch(), budget="90%", engine=engine)
+
+    assert fitted.plan.changed
+    assert all(d.path != "blocks.0" for d in fitted.plan.changed) or place == "layers"
+    assert any(f"made by torch.jit ({first}" in note for note in fitted.plan.notes)
+    assert fitted.verdict.gradients_equal
+    for _ in range(8):
+        assert_same(numbers(plain, plain), numbers(model, model))
+
+
+@pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, batch())])
+def test_a_model_made_by_torch_jit_is_refused(make):
+    model = make(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 1)))
+    with pytest.raises(leanstep.LeanstepError) as caught:
+        leanstep.fit(model, batch())
+    assert str(caught.value) == (
+        "the model was made by torch.jit, whose calls cannot be planned: "
+        "fit the module that it was made from"
+    )
+
+
+def test_a_graph_module_is_fitted_as_any_other():
+    plain, model = stack(), torch.fx.symbolic_trace(stack())
+    fitted = leanstep.fit(model, batch(), budget="70%")
+    assert fitted.verdict.gradients_equal
+    for _ in range(4):
+        assert_same(numbers(plain, plain), numbers(model, model))

@@ -126,7 +126,9 @@ class _Attributes:
     """The attributes of a block's modules, tensors included, and what their collections hold."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        own = [vars(inner) for inner in module.modules()]
+        # What torch.jit made keeps its attributes out of Python's sight.
+        scripted = torch.jit.ScriptModule
+        own = [vars(inner) for inner in module.modules() if not isinstance(inner, scripted)]
         self._noted = [(names, _own_items(names)) for names in own]
         # Parameters too: `functional_call` puts others in their place for the time of a call.
         for group in ("_buffers", "_parameters"):

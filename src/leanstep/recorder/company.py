@@ -45,6 +45,7 @@ class Company:
         self.checkpoints: dict[str, None] = {}
         self.replaced: dict[str, None] = {}
         self.compiled: dict[int, str] = {}
+        self.scripted: dict[str, None] = {}
 
     def see(self, op_index: int) -> None:
         """Look at the frames above an op of forward."""
@@ -84,6 +85,12 @@ class Company:
             yield (
                 f"the model checkpoints by itself ({_first(self.checkpoints)}): what that drops "
                 "and runs again is part of the step that was recorded"
+            )
+        if self.scripted:
+            outermost = [p for p in self.scripted if p.rpartition(".")[0] not in self.scripted]
+            yield (
+                f"modules made by torch.jit ({_first(outermost)}) are not planned by themselves: "
+                "their ops belong to what calls them"
             )
         if self.compiled:
             yield (

@@ -385,6 +385,10 @@ def _adopt_static(step: TrainingStep, recording: StepRecording) -> None:
 def _module_hooks(model: torch.nn.Module, recording: StepRecording) -> Iterator[None]:
     with ExitStack() as stack:
         for path, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                # It takes no hooks: its ops belong to the module that calls it.
+                recording.company.scripted[path] = None
+                continue
             for handle in _hook(path, module, recording):
                 stack.callback(handle.remove)
         yield
