@@ -1,5 +1,6 @@
 """torch.compile, torch.jit and torch.fx around a fit: the plan holds, or the user is told."""
 
+import copy
 import shutil
 import warnings
 
@@ -163,6 +164,54 @@ def test_a_compiled_training_step_keeps_the_plan_and_the_numbers(engine):
         assert torch.equal(expected, compiled(*both[1]))
     assert_same(list(plain.parameters()), list(model.parameters()))
     assert peak_rise_bytes(lambda: compiled(*both[1]), CPU) <= 1.02 * lean
+
+
+@pytest.mark.filterwarnings("ignore:leanstep:UserWarning")
+def test_a_model_that_was_compiled_and_run_before_fit_follows_the_plan_and_its_end():
+    plain, model = stack(), stack()
+    call = torch.compile(model, backend="aot_eager")
+    numbers(call, model)
+    full = peak(call, model)
+
+    fitted = leanstep.fit(model, batch(), budget="60%", verify=False)
+
+    assert_same(numbers(plain, plain), numbers(call, model))
+    assert peak(call, model) < 0.8 * full
+    fitted.remove()
+    assert_same(numbers(plain, plain), numbers(call, model))
+    assert peak(call, model) == full
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.filterwarnings("ignore:leanstep:UserWarning")
+def test_a_compiled_backward_asks_the_plan_too(engine):
+    plain, (model, _) = stack(), fitted_stack(engine)
+
+    def backward_too(rows):
+        loss = model(rows)
+        loss.backward()
+        return loss
+
+    call = torch.compile(backward_too, backend="eager")
+    expected = numbers(plain, plain)
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        for _ in range(2):
+            torch.manual_seed(5)
+            found = [call(batch()).detach(), *(p.grad.clone() for p in model.parameters())]
+            assert_same(expected[:-1], found)
+            model.zero_grad(set_to_none=True)
+
+
+@pytest.mark.filterwarnings("ignore:leanstep:UserWarning")
+def test_more_blocks_than_torch_compiles_one_function_for_stay_right():
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Block() for _ in range(12)))
+    model = copy.deepcopy(plain)
+    leanstep.fit(model, batch(), lambda m, b: m(b).mean(), budget="60%", verify=False)
+    calls = torch.compile(model, backend="eager"), torch.compile(model.forward, backend="eager")
+    for call in calls:
+        expected = numbers(lambda rows: plain(rows).mean(), plain)
+        assert_same(expected, numbers(lambda rows, call=call: call(rows).mean(), model))
 
 
 def test_a_whole_graph_is_refused_with_the_reason():
