@@ -88,7 +88,7 @@ _TAKEOVER = ", or let leanstep.fit(..., takeover=True) switch it off until remov
 def taken_over(model: nn.Module, wanted: bool) -> Iterator[Taken]:
     """Switch off other owners where that is wanted; give the model back if the block fails."""
     taken = Taken()
-    if wanted and isinstance(model, nn.Module):
+    if wanted:
         _take(model, taken)
     try:
         yield taken
@@ -167,20 +167,18 @@ def _expression(path: str) -> str:
 def _wrapper(_: nn.Module, path: str, module: nn.Module) -> Owner | None:
     """A module around another: torch's own, and others of the same name."""
     kind = type(module)
-    inner = module.get_submodule(CHECKPOINT_WRAPPED) if _has(module, CHECKPOINT_WRAPPED) else None
-    if inner is None and kind.__name__.endswith("CheckpointWrapper"):
-        children = list(module.children())
-        inner = children[0] if len(children) == 1 else module
-    if inner is None:
+    name = f"{kind.__module__.partition('.')[0]}'s {kind.__name__}"
+    if not _has(module, CHECKPOINT_WRAPPED):
+        # What else such a wrapper does is not known, so what it wraps cannot run in its place.
+        advice = f"put the module that {_expression(path)} wraps in its place"
+        return Owner(name, advice, None) if kind.__name__.endswith("CheckpointWrapper") else None
+    inner = module.get_submodule(CHECKPOINT_WRAPPED)
+    if vars(module).get("forward") == inner.__call__:
         return None
-    package = kind.__module__.partition(".")[0]
     advice = (
         "leave out the call that wrapped it (checkpoint_wrapper, apply_activation_checkpointing)"
     )
-    switch = None if inner is module else Switch(vars(module), "forward", inner.__call__)
-    if switch is not None and "forward" in vars(module) and vars(module)["forward"] == switch.off:
-        return None
-    return Owner(f"{package}'s {kind.__name__}", advice, switch)
+    return Owner(name, advice, Switch(vars(module), "forward", inner.__call__))
 
 
 def _has(module: nn.Module, child: str) -> bool:

@@ -367,6 +367,26 @@ def test_a_forward_with_an_unknown_function_behind_it_cannot_be_taken_over():
         leanstep.fit(model, batch(), takeover=True)
 
 
+class TheirCheckpointWrapper(nn.Module):
+    def __init__(self, module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, hidden):
+        return plain_checkpoint(self.module, hidden)
+
+
+def test_a_wrapper_that_torch_does_not_know_is_named_and_not_taken_over():
+    model = made()
+    model.blocks[1] = TheirCheckpointWrapper(model.blocks[1])
+    with pytest.raises(InputError) as caught:
+        leanstep.fit(model, batch(), takeover=True)
+    assert str(caught.value).endswith(
+        "TheirCheckpointWrapper (blocks.1), and takeover=True cannot switch that off from outside: "
+        "put the module that model.blocks[1] wraps in its place"
+    )
+
+
 class ByItself(Stack):
     """Calls torch's checkpoint in its own code: there is no switch."""
 
@@ -379,7 +399,9 @@ def test_a_model_that_checkpoints_in_its_own_code_is_planned_as_it_runs_and_says
     model = made(ByItself)
     profile = leanstep.profile(model, batch())
     (note,) = profile.company
-    assert note.startswith("the model checkpoints by itself (test_owners.py:")
+    assert note.startswith(
+        "the model checkpoints by itself (torch.utils.checkpoint.checkpoint at test_owners.py:"
+    )
 
     fitted = leanstep.fit(model, batch(), budget="100%", takeover=takeover)
 

@@ -53,9 +53,11 @@ class Company:
         while frame is not None:
             if self._replaced is not None and frame.f_code is self._replacement:
                 self.replaced[source_of(frame.f_back)] = None
-            elif frame.f_globals.get("__name__") == _CHECKPOINT:
-                if frame.f_code.co_name == "checkpoint":
-                    self.checkpoints[source_of(frame)] = None
+            elif frame.f_code.co_name == "checkpoint":
+                name = frame.f_globals.get("__name__", "")
+                # DeepSpeed's, say, goes by this name too; others may mean something else by it.
+                if "checkpoint" in name:
+                    self.checkpoints[f"{name}.checkpoint at {source_of(frame.f_back)}"] = None
             elif self._compiles and is_compiled_call(frame):
                 self.compiled[op_index] = source_of(frame)
             frame = frame.f_back
