@@ -14,10 +14,12 @@ from leanstep.imagine import Factory, Ingredients
 from leanstep.ir import Plan, Profile, Verdict
 from leanstep.ir.check import check_blocks, check_graph
 from leanstep.marks import marks_of
+from leanstep.owners import refuse_owners
 from leanstep.profiler import measure, with_recipes
 from leanstep.profiler.cache import device_name
 from leanstep.recorder import Attic, first_run_fits, record
 from leanstep.recorder.blocks import find_blocks
+from leanstep.recorder.company import Company
 from leanstep.recorder.identity import identity_of
 from leanstep.recorder.signatures import Signatures
 from leanstep.simulator import simulate, static_bytes
@@ -84,7 +86,8 @@ def profile_step(step: TrainingStep) -> Profile:
         fits = first_run_fits(step)
         seconds = median_seconds(step.run, step.device) if fits else 0.0
         resident = resident_bytes(step)
-        graph = record(step, signatures, attic=None if fits else Attic())
+        company = Company()
+        graph = record(step, signatures, attic=None if fits else Attic(), company=company)
         check_graph(graph)
         rise = _measured_rise(step) if fits else 0
     costs, notes = measure(signatures.specs, signatures.that_write(graph), step.device)
@@ -105,6 +108,7 @@ def profile_step(step: TrainingStep) -> Profile:
         marks=marks,
         notes=tuple(notes),
         fits_device=fits,
+        company=tuple(company.notes(blocks)),
     )
     return _with_peak(draft, max(0, resident - static_bytes(draft)), rise)
 
@@ -171,6 +175,7 @@ def _fits(step: TrainingStep) -> bool:
 
 
 def refuse_fitted(model: torch.nn.Module) -> None:
-    """Say so when a plan is already in force."""
+    """Say so when a plan is already in force, or somebody else's checkpointing."""
     if any(is_attached(module) for module in model.modules()):
         raise InputError("this model is already fitted: call remove() on what fit returned first")
+    refuse_owners(model)

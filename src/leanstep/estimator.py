@@ -8,11 +8,13 @@ from leanstep.imagine import Factory, ImaginedMeter, Ingredients, imagined_step,
 from leanstep.ir import Profile
 from leanstep.ir.check import check_blocks, check_graph
 from leanstep.marks import marks_of
+from leanstep.owners import refuse_owners
 from leanstep.profiler.devices import find_device
 from leanstep.profiler.recipes import estimated
 from leanstep.profiler.roofline import estimate
 from leanstep.recorder import record
 from leanstep.recorder.blocks import find_blocks
+from leanstep.recorder.company import Company
 from leanstep.recorder.identity import identity_of
 from leanstep.recorder.signatures import Signatures
 from leanstep.simulator import simulate
@@ -23,11 +25,14 @@ def estimated_profile(
 ) -> Profile:
     """Record a step without memory, as the device would run it, and estimate its ops' times."""
     target = find_device(device)
-    signatures = Signatures()
+    signatures, company = Signatures(), Company()
     with imagined_step(source, gradients_kept=gradients_kept) as step:
+        refuse_owners(step.model)
         # Optimizer state is made at the first step; it must be there before the recorded one.
         step.first_run()
-        graph = with_rises(record(step, signatures, ImaginedMeter()), signatures.specs)
+        graph = with_rises(
+            record(step, signatures, ImaginedMeter(), company=company), signatures.specs
+        )
         model = identity_of(step.model, step.batch)
         # A model that exists has its marks; its stand-in may be a copy, which has none.
         marks = marks_of(source.model if isinstance(source, Ingredients) else step.model)
@@ -57,6 +62,7 @@ def estimated_profile(
             f"estimated for {target.name}: fake tensors and a roofline; "
             "fit on the device measures and re-plans",
         ),
+        company=tuple(company.notes(blocks)),
         estimated=True,
     )
     return dataclasses.replace(draft, peak_bytes=simulate(draft).peak_bytes)

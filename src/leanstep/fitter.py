@@ -1,9 +1,8 @@
 """The whole pipeline in one call."""
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from leanstep.api import profile_step, refuse_fitted
 from leanstep.engines import Applied
 from leanstep.errors import MeasureError, VerifyError
 from leanstep.ir import Exclusion, Plan, Profile, Verdict
+from leanstep.owners import Taken, taken_over
 from leanstep.planner.options import check_engine
 from leanstep.reporters.terminal import render
 from leanstep.solvers.base import Solver
@@ -31,10 +31,14 @@ class Fit:
     plan: Plan
     verdict: Verdict | None
     applied: Applied
+    taken: Taken = field(default_factory=Taken)
 
     def __str__(self) -> str:
         """The table a person reads."""
-        return render(self.profile, self.plan, self.verdict)
+        table = render(self.profile, self.plan, self.verdict)
+        if not self.taken.put_back:
+            return table
+        return f"{table}\nswitched off until remove(): {', '.join(self.taken.names)}"
 
     def __repr__(self) -> str:
         """The same table: this is what a notebook shows."""
@@ -43,6 +47,7 @@ class Fit:
     def remove(self) -> None:
         """Give the model back exactly as it was."""
         self.applied.remove()
+        self.taken.give_back()
 
 
 def fit(
@@ -58,6 +63,7 @@ def fit(
     verify: bool = True,
     gradients_kept: bool = False,
     exact: bool = True,
+    takeover: bool = False,
 ) -> Fit:
     """Make a model train inside a memory budget, with the same numbers.
 
@@ -82,12 +88,29 @@ def fit(
         gradients_kept: plan for gradients alive at the start of the step (accumulation).
         exact: false also allows cheap replays that were not seen to give the same bits on this
             device; the verdict then says how far the gradients are from the untouched model's.
+        takeover: switch off checkpointing that the model already has, and `torch.compile`, until
+            `remove()`; without it such a model is refused by the name of the other owner.
     """
     check_budget(budget)
     check_engine(engine)
     find_solver(solver)
     step = make_step(model, batch, loss, optimizer, gradients_kept=gradients_kept)
-    refuse_fitted(model)
+    with taken_over(model, takeover) as taken:
+        fitted = _fit(step, budget, solver, engine, overrides, verify=verify, exact=exact)
+    return replace(fitted, taken=taken)
+
+
+def _fit(
+    step: TrainingStep,
+    budget: str | int,
+    solver: str | Solver,
+    engine: str,
+    overrides: Mapping[str, str] | None,
+    *,
+    verify: bool,
+    exact: bool,
+) -> Fit:
+    refuse_fitted(step.model)
     recorded = profile_step(step)
     budget_bytes = _budget_bytes(budget, step, recorded)
 
@@ -112,7 +135,7 @@ def fit(
 
 def _corrected(recorded: Profile, verdict: Verdict) -> Profile:
     missed = max(0, verdict.measured_peak_bytes - verdict.predicted_peak_bytes)
-    return dataclasses.replace(
+    return replace(
         recorded,
         slack_bytes=recorded.slack_bytes + missed,
         peak_bytes=recorded.peak_bytes + missed,
@@ -139,7 +162,7 @@ def _rehearsed(
         if not failed:
             return recorded, applied
         applied.remove()
-        recorded = dataclasses.replace(recorded, exclusions=(*recorded.exclusions, *failed))
+        recorded = replace(recorded, exclusions=(*recorded.exclusions, *failed))
 
 
 def _failed(step: TrainingStep, applied: Applied) -> tuple[Exclusion, ...]:

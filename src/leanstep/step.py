@@ -153,6 +153,11 @@ def make_step(
     """Check what the user gave, once, and make the step of it."""
     if not isinstance(model, torch.nn.Module):
         raise InputError(f"model is {type(model).__name__}, not a torch.nn.Module")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise InputError(
+            "the model was made by torch.jit, whose calls cannot be planned: "
+            "fit the module that it was made from"
+        )
     if not any(p.requires_grad for p in model.parameters()):
         raise InputError("the model has no trainable parameters: there is no backward to plan for")
     _check_initialised(model)

@@ -5,6 +5,7 @@ repair belongs in this file.
 """
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -159,6 +160,31 @@ def optimizer_hooks(optimizer: torch.optim.Optimizer) -> list[dict[int, Any]]:
 def forward_hooks(module: torch.nn.Module) -> list[dict[int, Any]]:
     """The dictionaries that hold a module's forward hooks."""
     return [module._forward_pre_hooks, module._forward_hooks]
+
+
+# The module and the function in which torch calls what `torch.compile` has wrapped.
+COMPILED_CALL = ("torch._dynamo.eval_frame", "compile_wrapper")
+
+
+def is_compiler_on() -> bool:
+    """Whether torch compiles what it was asked to, and was not told to step aside."""
+    loaded = sys.modules.get(COMPILED_CALL[0])
+    if loaded is None:
+        return False
+    return loaded._stance.stance != "force_eager" and not loaded.config.disable
+
+
+# The child of the modules that `checkpoint_wrapper` of torch.distributed puts around others.
+CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
+
+
+def composable_checkpoint(module: torch.nn.Module) -> Any | None:
+    """The state that `torch.distributed._composable.checkpoint` keeps of a module, if it does."""
+    home = "torch.distributed._composable.checkpoint_activation"
+    hooks = module._forward_pre_hooks.values()
+    # Asked for a module that it does not know, it would leave a dictionary there.
+    known = any(getattr(hook, "__module__", "") == home for hook in hooks)
+    return sys.modules[home].checkpoint.state(module) if known else None
 
 
 # Every call of a module goes through this function: its frame on the stack holds the module.

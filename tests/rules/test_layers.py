@@ -24,12 +24,12 @@ REBUILD = IR | {"rebuild", "recipes", "blockgraph"}
 SIMULATOR = REBUILD | {"effects", "simulator"}
 SOLVERS = SIMULATOR | {"solvers"}
 PLANNER = SOLVERS | {"planner"}
-DEVICE = REBUILD | {"torch_private", "step", "generators", "state", "truth"}
+DEVICE = REBUILD | {"torch_private", "eager", "step", "generators", "state", "truth"}
 RECORDER = DEVICE | {"recorder"}
 STAGES = (
     PLANNER
     | RECORDER
-    | {"marks", "profiler", "imagine", "estimator", "engines", "verifier", "reporters"}
+    | {"owners", "marks", "profiler", "imagine", "estimator", "engines", "verifier", "reporters"}
 )
 
 MAY_IMPORT = {
@@ -45,6 +45,8 @@ MAY_IMPORT = {
     "planner": PLANNER,
     "reporters": SIMULATOR | {"reporters"},
     "torch_private": BASE,
+    "owners": BASE | {"torch_private"},
+    "eager": BASE | {"torch_private"},
     "step": IR | {"torch_private"},
     "generators": BASE,
     "state": IR | {"torch_private", "step", "generators"},
@@ -53,7 +55,7 @@ MAY_IMPORT = {
     "recorder": RECORDER,
     "profiler": RECORDER | {"profiler"},
     "imagine": RECORDER | {"imagine"},
-    "estimator": RECORDER | {"effects", "simulator", "marks", "profiler", "imagine"},
+    "estimator": RECORDER | {"owners", "effects", "simulator", "marks", "profiler", "imagine"},
     "engines": RECORDER | {"engines"},
     "verifier": RECORDER | {"simulator", "engines"},
     "models": BASE | {"models"},
@@ -70,7 +72,7 @@ GUESTS = {"integrations", "cli", "__main__"}
 TORCH = {
     *("recorder", "profiler", "imagine", "estimator", "engines", "models", "integrations"),
     *("verifier", "truth", "fitter", "state", "step", "torch_private", "testing", "api", "marks"),
-    "generators",
+    *("eager", "owners", "generators"),
 }
 WITHOUT_TORCH = (
     "planner",

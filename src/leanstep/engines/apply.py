@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from leanstep.engines.attach import attach, can_attach, detach, is_attached
+from leanstep.engines.module import check_own
 from leanstep.engines.observer import Observer
 from leanstep.engines.runtime import BlockRuntime, Round, SizeWatch
 from leanstep.engines.scope import ModulePaths, Scope
@@ -70,6 +71,8 @@ def apply(model: torch.nn.Module, plan: Plan) -> Applied:
     for path, decisions in by_path.items():
         if any(decision.engine is not Engine.UNTOUCHED for decision in decisions):
             _check_block(path, modules, is_stretch=bool(decisions[0].children))
+        if any(decision.engine is Engine.MODULE for decision in decisions):
+            check_own(path)
     applied = Applied(model, plan)
     paths = ModulePaths(model, plan.model.evaluating)
     watch = SizeWatch(plan.peak_bytes, plan.movable_bytes, plan.budget_bytes)

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from leanstep.eager import never_compiled
+
 Runner = Callable[[torch.nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 _runners: "weakref.WeakKeyDictionary[torch.nn.Module, Runner]" = weakref.WeakKeyDictionary()
@@ -73,7 +75,7 @@ def _make_subclass(original: type[torch.nn.Module]) -> type[torch.nn.Module]:
             "__module__": original.__module__,
             "__qualname__": original.__qualname__,
             "__doc__": original.__doc__,
-            "forward": forward,
+            "forward": never_compiled(forward),
             "__reduce_ex__": reduce,
         },
     )

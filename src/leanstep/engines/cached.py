@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from leanstep.eager import never_compiled
 from leanstep.engines.context import Context, ReplayError, unpack
 from leanstep.engines.live import LiveCall
 from leanstep.engines.randomness import CudaDraw, cuda_state
@@ -213,7 +214,7 @@ class CachedCall:
         template = self.template
         random_state = torch.get_rng_state() if template.draws_on_cpu else None
         start = None if template.cuda_device is None else cuda_state(template.cuda_device)
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, unpack):
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, never_compiled(unpack)):
             out = forward(*args, **kwargs)
         if self._next != len(template.saves):
             raise self._surprise(f"saved {self._next} tensors instead of {len(template.saves)}")

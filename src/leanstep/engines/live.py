@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from leanstep.eager import never_compiled
 from leanstep.engines.context import Context, unpack
 from leanstep.engines.recording import GENERATOR, CallRecorder, RecordedOp, Ref
 from leanstep.engines.scope import Scope
@@ -52,7 +53,7 @@ class LiveCall:
     ) -> Any:
         """Call the block and leave the context ready for backward; `then` may look at it all."""
         try:
-            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
+            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, never_compiled(unpack))
             with hooks, self.recorder:
                 out = forward(*args, **kwargs)
             leaves = [] if self.context.borders is None else tree_leaves(out)

@@ -12,13 +12,26 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from leanstep.eager import never_compiled, uncompiled
 from leanstep.engines.randomness import other_random_states, same_other_draws
 from leanstep.engines.witness import Suspicion, Witness
+from leanstep.errors import InputError
 from leanstep.generators import HeldGenerators
+from leanstep.recorder.company import full_name, is_torchs_own
 from leanstep.recorder.values import has_storage
 from leanstep.torch_private import forward_hooks, tree_leaves, version
 
 _MODULE_OWN = frozenset(vars(torch.nn.Module()))
+
+
+def check_own(path: str) -> None:
+    """Say so when the function that this engine runs blocks through is no longer torch's."""
+    if not is_torchs_own(checkpoint):
+        raise InputError(
+            f"torch.utils.checkpoint.checkpoint was replaced by {full_name(checkpoint)} before "
+            f"leanstep was loaded, and the plan runs {path or 'the model'} through it: import "
+            'leanstep.engines first, or fit with engine="replay"'
+        )
 
 
 def run_checkpointed(
@@ -31,7 +44,12 @@ def run_checkpointed(
 ) -> Any:
     """Run a module so that backward runs it again instead of holding what it saved."""
     call = _CheckpointedCall(name, module, forward, rounds)
-    return checkpoint(call, args, kwargs, use_reentrant=False)
+    return checkpoint(never_compiled(_run), call, args, kwargs, use_reentrant=False)
+
+
+def _run(call: "_CheckpointedCall", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with uncompiled():
+        return call(args, kwargs)
 
 
 class _CheckpointedCall:
@@ -118,7 +136,9 @@ class _Attributes:
     """The attributes of a block's modules, tensors included, and what their collections hold."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        own = [vars(inner) for inner in module.modules()]
+        # What torch.jit made keeps its attributes out of Python's sight.
+        scripted = torch.jit.ScriptModule
+        own = [vars(inner) for inner in module.modules() if not isinstance(inner, scripted)]
         self._noted = [(names, _own_items(names)) for names in own]
         # Parameters too: `functional_call` puts others in their place for the time of a call.
         for group in ("_buffers", "_parameters"):

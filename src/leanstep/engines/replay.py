@@ -78,7 +78,12 @@ class Replayer:
         if self.always_record:
             return self._record(context, forward, (module, *args), kwargs, lambda call: None)
         if self._watch is None:
-            self._watch = Watch(list(module.modules()))
+            modules = list(module.modules())
+            if any(isinstance(inner, torch.jit.ScriptModule) for inner in modules):
+                # Its attributes are out of sight, and torch.jit changes its ops from run to run.
+                self.always_record = True
+                return self._record(context, forward, (module, *args), kwargs, lambda call: None)
+            self._watch = Watch(modules)
         try:
             key, arguments = call_key(args, kwargs)
         except UncacheableError:

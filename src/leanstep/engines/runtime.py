@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from leanstep.eager import CompilerWatch, uncompiled
 from leanstep.engines.border import Borders, Gate
 from leanstep.engines.context import Context
 from leanstep.engines.module import run_checkpointed
@@ -35,6 +36,7 @@ class Round:
     active: bool = False
     borders: Borders = field(default_factory=Borders)
     observer: Observer | None = None
+    compiler: CompilerWatch = field(default_factory=CompilerWatch)
 
     def begin_call(self) -> int:
         """The number of the round that a call belongs to."""
@@ -132,6 +134,7 @@ class BlockRuntime:
             # Ours would take what the user's mean to drop or to move.
             self.watch.yields(self.name)
             return forward(module, *args, **kwargs)
+        self.rounds.compiler.see(self.name)
         self.rounds.active = True
         try:
             with observed(self.rounds.observer, self.name):
@@ -154,7 +157,8 @@ class BlockRuntime:
         gate = Gate(rounds.borders, leaves) if decision.border_in else None
         gives = rounds.borders if self.gives[place] else None
         context = Context(self.name, rounds.saw_backward, gate, gives, rounds.observer)
-        return self.replays[place].run(context, module, forward, args, kwargs)
+        with uncompiled():
+            return self.replays[place].run(context, module, forward, args, kwargs)
 
     def _place(self) -> int:
         """Which of the decisions this call follows: the last whose turn has come."""

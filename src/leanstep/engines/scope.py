@@ -21,7 +21,12 @@ class ModulePaths:
     def __init__(self, model: torch.nn.Module, evaluating: Collection[str]) -> None:
         # Weak: a plan in force shall not keep a module alive that the user replaces. By id: this is
         # looked up for every op that is recorded.
-        self._paths = {id(m): (weakref.ref(m), path) for path, m in model.named_modules()}
+        # What torch.jit made is named in no recording.
+        self._paths = {
+            id(module): (weakref.ref(module), path)
+            for path, module in model.named_modules()
+            if not isinstance(module, torch.jit.ScriptModule)
+        }
         self._evaluating = frozenset(evaluating)
 
     def path(self, module: torch.nn.Module) -> str | None:

@@ -46,9 +46,10 @@ class Profile:
     allocated there and stays; `slack_bytes` what the allocator was seen to need beyond the ops'
     account (its rounding, what is allocated outside every op). `gradients_kept` says that
     gradients were alive at the step's start. `marks` are the modules that the user wants kept or
-    recomputed, by path. `estimated` says that nothing was measured: the step was imagined for a
-    device that was not there. `exclusions` are the blocks that an engine must not run. Where the
-    untouched step does not fit on its device (`fits_device`), its time is the sum over its ops.
+    recomputed, by path. `company` says who else drops activations of the step, or compiles parts of
+    it. `estimated` says that nothing was measured: the step was imagined for a device that was not
+    there. `exclusions` are the blocks that an engine must not run. Where the untouched step does
+    not fit on its device (`fits_device`), its time is the sum over its ops.
     """
 
     graph: Graph = field(repr=False)
@@ -64,6 +65,7 @@ class Profile:
     gradients_kept: bool = False
     marks: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
+    company: tuple[str, ...] = ()
     estimated: bool = False
     exclusions: tuple[Exclusion, ...] = ()
     fits_device: bool = True

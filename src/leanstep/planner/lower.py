@@ -57,6 +57,7 @@ def lower(
             *_notes("run again as a whole:", [p.view for p, o in picked if _is_second_best(p, o)]),
             *notes,
             *_inexact_notes(profile, found),
+            *profile.company,
             *(profile.notes if profile.estimated else ()),
         ),
         peak=planned,

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
+from leanstep.eager import uncompiled
 from leanstep.errors import MeasureError
 from leanstep.recorder.attic import Attic
 from leanstep.recorder.signatures import Signatures
@@ -16,9 +17,9 @@ from leanstep.truth import IdleMeter, return_cached
 @contextmanager
 def in_host_memory() -> Iterator[None]:
     """Hold in host memory what only autograd holds, inside the block."""
-    recording = StepRecording(IdleMeter(), Signatures(), Attic())
+    recording = StepRecording(IdleMeter(), Signatures(), attic=Attic())
     hooks = torch.autograd.graph.saved_tensors_hooks(recording.pack, recording.unpack)
-    with recording, hooks:
+    with uncompiled(), recording, hooks:
         yield
 
 

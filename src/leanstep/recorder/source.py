@@ -5,6 +5,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -15,12 +16,21 @@ _OURS_FOR_USERS = str(Path(__file__).parent.parent / "models")
 
 def user_source() -> str:
     """The innermost line that belongs neither to torch nor to leanstep, as `model.py:88`."""
-    frame = sys._getframe(1)
+    return source_of(sys._getframe(1))
+
+
+def source_of(frame: FrameType | None) -> str:
+    """The innermost such line from a frame on."""
     while frame is not None:
         if not _is_skipped(frame.f_code.co_filename):
             return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return ""
+
+
+def is_torchs(filename: str) -> bool:
+    """Whether a file is part of torch."""
+    return filename.startswith(_SKIPPED[0])
 
 
 def error_source(error: BaseException) -> str:

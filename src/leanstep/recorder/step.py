@@ -17,9 +17,11 @@ from typing import Any
 import torch
 
 from leanstep import torch_private
+from leanstep.eager import uncompiled
 from leanstep.ir import Category, Fact, Graph, ModuleCall, Op, Phase, Save, Storage, Unpack, Value
 from leanstep.recorder.accumulation import EngineSums
 from leanstep.recorder.attic import Attic
+from leanstep.recorder.company import Company
 from leanstep.recorder.facts import (
     DrawOrder,
     OpInfo,
@@ -50,12 +52,20 @@ class _Saved:
 class StepRecording(torch_private.TorchDispatchMode):
     """The dispatch mode and hooks that write down one step.
 
-    With an attic, what only autograd holds is moved there.
+    With an attic, what only autograd holds is moved there. `company` is who else is at work.
     """
 
-    def __init__(self, meter: OpMeter, signatures: Signatures, attic: Attic | None = None) -> None:
+    def __init__(
+        self,
+        meter: OpMeter,
+        signatures: Signatures,
+        *,
+        company: Company | None = None,
+        attic: Attic | None = None,
+    ) -> None:
         super().__init__()
         self.meter, self.signatures, self.attic = meter, signatures, attic
+        self.company = company or Company()
         self._standins: dict[int, weakref.ref[_Saved]] = {}
         self.ops: list[Op] = []
         self.saves: list[Save] = []
@@ -226,6 +236,7 @@ class StepRecording(torch_private.TorchDispatchMode):
         node = torch_private.current_node() if torch_private.in_backward() else None
         if node is not None:
             return self._origins.get(torch_private.node_number(node), (-1, ""))
+        self.company.see(len(self.ops))
         origin = (self._stack[-1], user_source())
         # The first op after a node is made is the node's own; ops without gradient follow it.
         self._origins.setdefault(torch_private.next_node_number() - 1, origin)
@@ -359,12 +370,14 @@ def record(
     signatures: Signatures,
     meter: OpMeter | None = None,
     *,
+    company: Company | None = None,
     attic: Attic | None = None,
 ) -> Graph:
     """Run one training step and return its graph; the caller keeps what the step changes."""
     with meter or OpMeter(step.device) as meter:
-        recording = StepRecording(meter, signatures, attic)
+        recording = StepRecording(meter, signatures, company=company, attic=attic)
         with ExitStack() as stack:
+            stack.enter_context(uncompiled())
             stack.enter_context(_module_hooks(step.model, recording))
             _adopt_static(step, recording)
             stack.enter_context(recording)
@@ -402,6 +415,10 @@ def _adopt_static(step: TrainingStep, recording: StepRecording) -> None:
 def _module_hooks(model: torch.nn.Module, recording: StepRecording) -> Iterator[None]:
     with ExitStack() as stack:
         for path, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                # It takes no hooks: its ops belong to the module that calls it.
+                recording.company.scripted[path] = None
+                continue
             for handle in _hook(path, module, recording):
                 stack.callback(handle.remove)
         yield
