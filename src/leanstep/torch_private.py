@@ -127,13 +127,17 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def version(tensor: torch.Tensor) -> int:
-    """How often a tensor's storage was written in place; shared by all its views."""
-    return tensor._version
+    """How often a tensor's storage was written in place; shared by all its views.
+
+    Nobody counts for tensors made in inference mode.
+    """
+    return 0 if tensor.is_inference() else tensor._version
 
 
 @contextmanager
 def same_versions_after(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Let what is written inside the block count as never written: contents are put back."""
+    tensors = [tensor for tensor in tensors if not tensor.is_inference()]
     versions = [tensor._version for tensor in tensors]
     try:
         yield

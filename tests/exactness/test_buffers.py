@@ -387,3 +387,14 @@ def test_a_state_that_goes_from_step_to_step(lab):
         block.memory = None
 
     lab.check_same(lab.Case(lambda: lab.stack_of(body, change=change)))
+
+
+def test_a_tensor_made_in_inference_mode(lab):
+    def body(self, x):
+        return self.b(torch.tanh(self.a(x) + self.mask).sigmoid())
+
+    def change(block):
+        with torch.inference_mode():
+            block.mask = torch.linspace(0, 1, lab.WIDTH, device=lab.DEVICE)
+
+    lab.check_same(lab.Case(lambda: lab.stack_of(body, change=change)))

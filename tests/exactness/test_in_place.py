@@ -1,5 +1,8 @@
 """In-place ops and views, inside blocks and across their borders."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -310,6 +313,32 @@ def test_a_cache_that_gradients_flow_through(lab):
         return batch.pow(2).mean() + cache.pow(2).mean()
 
     lab.check_same(lab.Case(lambda: lab.stack_of(body, 3), loss=loss))
+
+
+def test_a_cache_that_gets_a_history_does_not_outlive_the_graph(lab):
+    """It leads back to the call that read it: held as it is, it would hold itself."""
+
+    def body(self, x, cache):
+        return self.b(torch.tanh(self.a(x) + cache.sum(0)))
+
+    def empty():
+        return torch.zeros(2, 64, 48, device=lab.DEVICE)
+
+    def loss(model, batch):
+        return sum(block(batch, empty()).mean() for block in model.blocks)
+
+    model, applied = lab.Case(lambda: lab.stack_of(body), loss=loss).fitted()
+    gc.disable()
+    try:
+        for _ in range(4):
+            cache = empty()
+            alive = weakref.ref(cache.untyped_storage())
+            cache[0] = model.blocks[0](lab.rows().to(lab.DEVICE), cache)
+            del cache
+            assert alive() is None
+    finally:
+        gc.enable()
+    applied.remove()
 
 
 def test_a_scratch_tensor_that_blocks_write_in_turn(lab):

@@ -16,7 +16,7 @@ from leanstep.eager import never_compiled
 from leanstep.engines.context import Context, ReplayError, unpack
 from leanstep.engines.live import LiveCall
 from leanstep.engines.randomness import CudaDraw, cuda_state
-from leanstep.engines.recording import GENERATOR, RecordedOp, Ref, look_at
+from leanstep.engines.recording import GENERATOR, RecordedOp, Ref, look_at, without_history
 from leanstep.ir import Value
 from leanstep.rebuild import Program
 from leanstep.recorder.values import has_storage
@@ -250,7 +250,7 @@ class CachedCall:
             self._check_layout(tensor, ref)
         if dropped:
             return self.context.handle(tensor, ref)
-        kept = tensor if tensor.is_leaf else tensor.detach()
+        kept = without_history(tensor)
         if place in self._wanted:
             self._kept[place] = kept
         return self.context.packed(kept)
@@ -266,8 +266,7 @@ class CachedCall:
     ) -> torch.Tensor:
         match locator:
             case Argument(place):
-                tensor = arguments[place]
-                return tensor if tensor.is_leaf else tensor.detach()
+                return without_history(arguments[place])
             case Saved(place):
                 return self._kept[place]
             case Attribute() as attribute:
@@ -275,7 +274,7 @@ class CachedCall:
                 if found is None:
                     raise self._surprise(f"changed its {attribute.name} during the call")
                 # A weight that is computed has a history, which may lead back to this very call.
-                return found if found.is_leaf else found.detach()
+                return without_history(found)
 
     def _surprise(self, what: str) -> ReplayError:
         return ReplayError(

@@ -76,6 +76,15 @@ def look_at(tensor: torch.Tensor, value: Value = Value(GENERATOR, 0)) -> Ref:  #
     )
 
 
+def without_history(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its history: holding the history would hold earlier blocks.
+
+    A leaf without gradient may get one in place, which leads back to the call that holds it.
+    """
+    is_parameter = tensor.is_leaf and tensor.requires_grad
+    return tensor if is_parameter else torch_private.detached(tensor)
+
+
 @dataclass(frozen=True, slots=True)
 class RecordedOp:
     """One op to run again: its arguments with references, and the storages it allocates.
@@ -219,12 +228,10 @@ class CallRecorder(torch_private.TorchDispatchMode):
         return storage in self._outside_numbers
 
     def detached(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor without its history: holding the history would hold earlier blocks."""
-        if tensor.is_leaf:
-            return tensor
+        """The tensor as it can be held until backward."""
         self.paused, paused = True, self.paused
         try:
-            return torch_private.detached(tensor)
+            return without_history(tensor)
         finally:
             self.paused = paused
 

@@ -2,7 +2,8 @@
 
 Seen below autograd: every tensor that is read and was not made in the call, every such tensor that
 is written (be it through `data`, or by an op that does not say so), and every generator that is
-handed to an op. Nothing here refers to the call's own tensors.
+handed to an op. Tensors are held without their history, be they leaves: written in place they may
+get one that leads back to the very call.
 """
 
 import weakref
@@ -60,7 +61,7 @@ class Witness(TorchDispatchMode):
         for tensor, is_written in tensor_arguments(info, args, kwargs):
             if not self.knows(tensor):
                 self.note(tensor)
-                self._read[storage_address(tensor)] = (_plain(tensor), version(tensor))
+                self._read[storage_address(tensor)] = (detached(tensor), version(tensor))
             if is_written:
                 # Statistics do not change what batch norm puts out in training.
                 self._before_write(tensor, copies=info.name not in STATISTICS_ARE_OPTIONAL)
@@ -133,7 +134,7 @@ class Witness(TorchDispatchMode):
             return
         known = self._written.get(address)
         if known is None or (copies and known.copy is None):
-            self._written[address] = _Written(_plain(tensor), _copy(tensor) if copies else None)
+            self._written[address] = _Written(detached(tensor), _copy(tensor) if copies else None)
 
 
 class Suspicion(TorchDispatchMode):
@@ -170,11 +171,6 @@ class Suspicion(TorchDispatchMode):
     def _is_known(self, tensor: torch.Tensor) -> bool:
         first = self._first
         return first.knows(tensor) or first.expects(tensor) or first.has_equal(tensor)
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without its history, which may lead back to the very call."""
-    return tensor if tensor.is_leaf else detached(tensor)
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:
