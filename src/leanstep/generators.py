@@ -34,7 +34,7 @@ class HeldGenerators:
 
 
 def _reachable(module: torch.nn.Module) -> Iterator[Any]:
-    for value in (*vars(module).values(), type(module).forward):
+    for value in (*vars(module).values(), getattr(type(module), "forward", None)):
         yield from _with_owner(value)
         if type(value) in (list, tuple, dict):
             yield from value.values() if isinstance(value, dict) else value
