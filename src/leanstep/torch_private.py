@@ -13,6 +13,7 @@ import torch
 
 # Tensors with shapes and types but without memory; same names in torch 2.11 to 2.13.
 from torch._subclasses import fake_tensor as _fake_tensor
+from torch.nn.modules import module as _modules
 
 # The step hooks that apply to every optimizer of the process.
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -129,6 +130,11 @@ def optimizer_hooks(optimizer: torch.optim.Optimizer) -> list[dict[int, Any]]:
 def forward_hooks(module: torch.nn.Module) -> list[dict[int, Any]]:
     """The dictionaries that hold a module's forward hooks."""
     return [module._forward_pre_hooks, module._forward_hooks]
+
+
+def global_forward_hooks() -> list[dict[int, Any]]:
+    """The dictionaries that hold the forward hooks of every module of the process."""
+    return [_modules._global_forward_pre_hooks, _modules._global_forward_hooks]
 
 
 # Every call of a module goes through this function: its frame on the stack holds the module.
