@@ -62,7 +62,7 @@ class Replayer:
         recipes: frozenset[str] = frozenset(),
     ) -> None:
         self.name, self.drop, self.scope, self.recipes = name, drop, scope, recipes
-        self._is_checked = False
+        self._is_checked = scope.is_checked
         self.always_record = False
         self.recorded = 0
         self.reused = 0
