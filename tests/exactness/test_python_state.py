@@ -285,6 +285,7 @@ def loop_over_an_iterator():
     def count():
         for number in running:
             return number
+        return 0.0
 
     return count
 
