@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+import twins
 from torch import nn
 
 import leanstep
@@ -65,12 +66,7 @@ def differences(case, plan: Plan, steps: int = 6) -> list[str]:
     applied = apply(model, plan)
     got = case.train(model, steps)
     applied.remove()
-    return [
-        f"step {step}: {name}"
-        for step, (old, new) in enumerate(zip(expected, got, strict=True))
-        for name in old
-        if old[name] != new.get(name)
-    ]
+    return twins.different(expected, got)
 
 
 def normed(s, x):
