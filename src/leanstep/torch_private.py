@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 
 class TorchDispatchMode(_TorchDispatchMode):
@@ -136,6 +137,18 @@ def global_forward_hooks() -> list[dict[int, Any]]:
     """The dictionaries that hold the forward hooks of every module of the process."""
     return [_modules._global_forward_pre_hooks, _modules._global_forward_hooks]
 
+
+def global_hooks() -> list[dict[int, Any]]:
+    """The dictionaries that hold all hooks of every module of the process."""
+    return [
+        *global_forward_hooks(),
+        _modules._global_backward_pre_hooks,
+        _modules._global_backward_hooks,
+    ]
+
+
+# The names under which a module holds its hooks.
+HOOK_GROUPS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 # Every call of a module goes through this function: its frame on the stack holds the module.
 MODULE_CALL_CODE = torch.nn.Module._call_impl.__code__

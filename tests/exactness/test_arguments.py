@@ -172,7 +172,7 @@ def test_a_mutable_default_is_followed(lab):
         mutable_default.__defaults__[0].clear()
         return model_of(lab, mutable_default, run_plain)()
 
-    lab.check_same(lab.Case(make), ways=["replay, all dropped"], steps=STEPS)
+    lab.check_same(lab.Case(make), ways=["replay, all dropped", "module"], steps=STEPS)
 
 
 def test_numbers_and_words_that_change_from_step_to_step(lab):
@@ -249,8 +249,7 @@ def test_a_cache_that_the_block_writes(lab, detached):
             return part
 
     make = lambda: Cached([lab.Block(body) for _ in range(2)])  # noqa: E731
-    # Checkpointing runs the block again, and the cache is not a module's.
-    lab.check_same(lab.Case(make), ways=["replay, all dropped", "replay, some dropped"])
+    lab.check_same(lab.Case(make))
 
 
 def test_tensors_in_an_object_that_is_read(lab):
@@ -395,4 +394,4 @@ def test_a_block_that_returns_nothing(lab):
             return store["x"]
 
     make = lambda: Top([Writing(lab.WIDTH) for _ in range(2)])  # noqa: E731
-    lab.check_same(lab.Case(make), ways=["replay, all dropped", "replay, some dropped"])
+    lab.check_same(lab.Case(make))

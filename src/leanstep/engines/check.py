@@ -18,7 +18,6 @@ from leanstep.recorder.signatures import Signatures
 from leanstep.state import untouched
 from leanstep.step import TrainingStep
 
-
 # An op with one of these lets data decide what runs after it.
 _PATHS = frozenset((Fact.HOST_READ, Fact.DYNAMIC_SHAPE))
 

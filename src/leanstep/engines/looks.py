@@ -85,7 +85,7 @@ class _Look:
         match value:
             case FunctionType():
                 parts = (value.__closure__ or (), value.__defaults__, value.__kwdefaults__)
-                return (value.__code__, *map(self.at, parts))
+                return (value.__code__, *map(self.at, parts), self._at_parts(value))
             case MethodType():
                 return (self.at(value.__func__), self.at(value.__self__))
             case functools.partial():
@@ -117,8 +117,9 @@ class _Look:
             return kind
         if not is_users(kind.__module__) or isinstance(value, _SEQUENCES + _MAPPINGS + (set,)):
             return self._at_derived(value)
-        if hasattr(value, "__next__"):
-            raise UncacheableError(f"an iterator, {kind.__name__}")
+        is_open = hasattr(value, "__dict__") or any("__slots__" in vars(k) for k in kind.__mro__)
+        if hasattr(value, "__next__") or not is_open:
+            raise UncacheableError(f"an iterator or something closed, {kind.__name__}")
         return (kind, self._at_parts(value))
 
     def _at_derived(self, value: Any) -> Any:

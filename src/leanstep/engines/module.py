@@ -1,7 +1,7 @@
 """Whole modules through torch's own checkpointing: keeps inputs, runs the module again.
 
-Used where a recording cannot be replayed. What torch leaves to its user is done here: buffers
-move once, user hooks inside the block fire once, and Python's own random numbers repeat.
+What torch leaves to its user is done here: buffers move once, and Python's own random numbers
+repeat. Which calls may run this way is said in `whole.py`.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from leanstep.engines.randomness import other_random_states, same_other_draws
-from leanstep.torch_private import forward_hooks, tree_leaves, version
+from leanstep.torch_private import forward_hooks, tree_flatten, tree_unflatten, version
 
 _MODULE_OWN = frozenset(vars(torch.nn.Module()))
 
@@ -23,31 +23,49 @@ def run_checkpointed(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     rounds: Any,
+    check: Callable[[], None],
 ) -> Any:
-    """Run a module so that backward runs it again instead of holding what it saved."""
-    call = _CheckpointedCall(module, forward, rounds)
-    return checkpoint(call, args, kwargs, use_reentrant=False)
+    """Run a module so that backward runs it again instead of holding what it saved.
+
+    `check` is called before the second run, and raises if that would not be like the first.
+    """
+    leaves, structure = tree_flatten((args, kwargs))
+    call = _CheckpointedCall(module, forward, rounds, check, structure)
+    call.first = (args, kwargs)
+    return checkpoint(call, *leaves, use_reentrant=False)
 
 
 class _CheckpointedCall:
     """The function that checkpointing calls twice: once in forward, once in backward."""
 
-    def __init__(self, module: torch.nn.Module, forward: Callable[..., Any], rounds: Any) -> None:
-        self.module, self.forward, self.rounds = module, forward, rounds
-        self.fired: dict[int, bool] = {}
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        forward: Callable[..., Any],
+        rounds: Any,
+        check: Callable[[], None],
+        structure: Any,
+    ) -> None:
+        self.module, self.forward, self.rounds, self.check = module, forward, rounds, check
+        self.structure = structure
+        self.first: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.start: _Start | None = None
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, *leaves: Any) -> Any:
         if self.start is None:
-            self.start = _Start(self.module, tree_leaves((args, kwargs)))
-            with _watched_hooks(self.module, self.fired):
-                out = self.forward(self.module, *args, **kwargs)
+            assert self.first is not None
+            # The very collections that the user passed; the second run has others, as they were.
+            (args, kwargs), self.first = self.first, None
+            self.start = _Start(self.module, list(leaves))
+            out = self.forward(self.module, *args, **kwargs)
             self.start.keep_what_changed()
             return out
         self.rounds.saw_backward()
+        self.check()
+        args, kwargs = tree_unflatten(leaves, self.structure)
         active, self.rounds.active = self.rounds.active, True
         try:
-            with _silent_hooks(self.module, self.fired), self.start.again():
+            with _silent_hooks(self.module), self.start.again():
                 return self.forward(self.module, *args, **kwargs)
         finally:
             self.rounds.active = active
@@ -137,55 +155,17 @@ def _own_items(names: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _watched_hooks(module: torch.nn.Module, changed: dict[int, bool]) -> Iterator[None]:
-    """Note which hooks inside the block change what passes through them, or their module.
-
-    The second kind computes a weight, as `torch.nn.utils.weight_norm` does.
-    """
-
-    def watch(hook: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            before = dict(vars(module))
-            result = hook(module, *args, **kwargs)
-            sets = any(before.get(name) is not value for name, value in vars(module).items())
-            changed[id(hook)] = changed.get(id(hook), False) or sets or result is not None
-            return result
-
-        return watched
-
-    with _replaced_hooks(module, watch):
-        yield
-
-
-@contextmanager
-def _silent_hooks(module: torch.nn.Module, changed: dict[int, bool]) -> Iterator[None]:
-    """Silence the hooks that only looked; those that changed a value must change it again."""
-
-    def silence(hook: Callable[..., Any]) -> Callable[..., Any]:
-        return hook if changed.get(id(hook)) else _do_nothing
-
-    with _replaced_hooks(module, silence):
+def _silent_hooks(module: torch.nn.Module) -> Iterator[None]:
+    """Silence hooks inside the block: in forward there were none."""
+    with ExitStack() as stack:
+        # The block's own hooks run around its forward, not inside it.
+        for inner in list(module.modules())[1:]:
+            for hooks in forward_hooks(inner):
+                for key, hook in list(hooks.items()):
+                    hooks[key] = _do_nothing
+                    stack.callback(hooks.__setitem__, key, hook)
         yield
 
 
 def _do_nothing(*_: Any, **__: Any) -> None:
-    """Stand in for a hook that has fired already."""
-
-
-@contextmanager
-def _replaced_hooks(
-    module: torch.nn.Module, replace: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Iterator[None]:
-    with ExitStack() as stack:
-        for inner in module.modules():
-            # The block's own hooks run around its forward, not inside it.
-            for hooks in forward_hooks(inner) if inner is not module else ():
-                for key, hook in list(hooks.items()):
-                    hooks[key] = replace(hook)
-                    stack.callback(_put_back, hooks, key, hook)
-        yield
-
-
-def _put_back(hooks: dict[int, Any], key: int, hook: Any) -> None:
-    if key in hooks:
-        hooks[key] = hook
+    """Stand in for a hook."""

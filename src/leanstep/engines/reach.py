@@ -101,11 +101,12 @@ class Executed:
         return caller is not None
 
     def _see_builtin(self, function: Any) -> None:
-        # A function has a module; a method has an owner, be it a class.
+        # A function has a module; a method has an owner, be it a class, and one that defines it.
         module, name, owner = function.__module__, function.__name__, function.__self__
         if module is None:
-            module = (owner if isinstance(owner, type) else type(owner)).__module__
-            if not _is_pure(module) and not is_users(module):
+            kinds = (owner if isinstance(owner, type) else type(owner)).__mro__
+            module = next((kind for kind in kinds if name in vars(kind)), kinds[0]).__module__
+            if not _is_pure(module):
                 self.outside = f"{module}.{name}"
         elif module == "builtins":
             self.any_name |= name in _BY_ANY_NAME

@@ -9,9 +9,9 @@ import torch
 
 from leanstep.engines.border import Borders, Gate
 from leanstep.engines.context import Context
-from leanstep.engines.module import run_checkpointed
 from leanstep.engines.replay import Replayer
 from leanstep.engines.scope import Scope
+from leanstep.engines.whole import WholeModule
 from leanstep.ir import Decision, Engine
 from leanstep.torch_private import in_backward, saving_hooks_work, tree_leaves
 from leanstep.units import format_bytes
@@ -81,6 +81,7 @@ class BlockRuntime:
         self.replays = [
             Replayer(name, frozenset(d.drop), scope, frozenset(d.recipes)) for d in self.decisions
         ]
+        self.whole = [WholeModule(scope, rounds) for _ in self.decisions]
         self.gives = [decision in givers for decision in self.decisions]
         self.rounds, self.watch = rounds, watch
         self._round = -1
@@ -108,7 +109,8 @@ class BlockRuntime:
         self.rounds.active = True
         try:
             if decision.engine is Engine.MODULE:
-                return run_checkpointed(module, forward, args, kwargs, self.rounds)
+                context = Context(self.name, self.rounds.saw_backward)
+                return self.whole[place].run(context, module, forward, args, kwargs)
             borders = self.rounds.borders
             gate = Gate(borders, tree_leaves((args, kwargs))) if decision.border_in else None
             gives = borders if self.gives[place] else None

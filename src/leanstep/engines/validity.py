@@ -15,7 +15,7 @@ from torch import nn
 
 from leanstep.engines.looks import PLAIN, Looks, UncacheableError
 from leanstep.engines.reach import Executed, Reach, is_users
-from leanstep.torch_private import global_forward_hooks, storage_address, tree_flatten
+from leanstep.torch_private import HOOK_GROUPS, global_hooks, storage_address, tree_flatten
 
 _MISSING = object()
 _MODULE_OWN = frozenset(vars(nn.Module()))
@@ -120,10 +120,11 @@ class Watch:
         state.extend(map(of, self._cells))
         state.extend(of(function.__defaults__) for function in self._functions)
         state.extend(of(function.__kwdefaults__) for function in self._functions)
-        state.extend(tuple(hooks) for hooks in global_forward_hooks())
+        state.extend(map(tuple, global_hooks()))
         for own in self._owners:
             state.append(len(own))
-            state.append((*own["_forward_hooks"], *own["_forward_pre_hooks"]))
+            # Those of backward make forward pass its tensors through a function of torch's.
+            state.extend(tuple(own[group]) for group in HOOK_GROUPS)
             state.extend(map(id, own["_modules"].values()))
             state.extend(
                 parameter is not None and parameter.requires_grad
