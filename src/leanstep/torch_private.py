@@ -101,6 +101,11 @@ def saving_hooks_work() -> bool:
     return enabled
 
 
+def inside_transform() -> bool:
+    """Whether a transform of torch.func (vmap, grad) is at work, whose tensors have no storage."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
 def below_autograd() -> AbstractContextManager[None]:
     """Run ops as autograd runs them: nothing is recorded for backward, whatever the grad mode."""
     guard: AbstractContextManager[None] = torch._C._AutoDispatchBelowAutograd()

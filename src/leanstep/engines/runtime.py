@@ -13,7 +13,7 @@ from leanstep.engines.replay import Replayer
 from leanstep.engines.scope import Scope
 from leanstep.engines.whole import WholeModule
 from leanstep.ir import Decision, Engine
-from leanstep.torch_private import in_backward, saving_hooks_work, tree_leaves
+from leanstep.torch_private import in_backward, inside_transform, saving_hooks_work, tree_leaves
 from leanstep.units import format_bytes
 
 
@@ -95,7 +95,8 @@ class BlockRuntime:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run one call: untouched without gradients or inside another block, else as planned."""
-        if not torch.is_grad_enabled() or self.rounds.active or in_backward():
+        is_passive = not torch.is_grad_enabled() or self.rounds.active
+        if is_passive or in_backward() or _is_traced():
             # In backward: a checkpoint of the user's runs it again, and counts what is saved.
             return forward(module, *args, **kwargs)
         place = self._place()
@@ -127,6 +128,12 @@ class BlockRuntime:
         self._calls += 1
         turns = [decision.occurrence < self._calls for decision in self.decisions]
         return max(sum(turns), 1) - 1
+
+
+def _is_traced() -> bool:
+    """Whether ops are written down for another program, or transformed; both want plain code."""
+    is_traced: bool = torch.jit.is_tracing()  # type: ignore[no-untyped-call]
+    return is_traced or torch.compiler.is_compiling() or inside_transform()
 
 
 def _tensor_bytes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
