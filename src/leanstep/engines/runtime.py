@@ -132,7 +132,7 @@ class BlockRuntime:
 
 def _is_traced() -> bool:
     """Whether ops are written down for another program, or transformed; both want plain code."""
-    is_traced: bool = torch.jit.is_tracing()  # type: ignore[no-untyped-call]
+    is_traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
     return is_traced or torch.compiler.is_compiling() or inside_transform()
 
 
