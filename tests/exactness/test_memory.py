@@ -26,7 +26,7 @@ def live_storages():
     """How many tensors the interpreter knows, and the bytes of what they hold."""
     seen = {}
     for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor):
+        if type(thing) in (torch.Tensor, nn.Parameter):
             storage = thing.untyped_storage()
             seen[storage.data_ptr()] = storage.nbytes()
     return len(seen), sum(seen.values())
