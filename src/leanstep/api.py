@@ -145,7 +145,7 @@ def apply(
         check_model(model, plan)
     else:
         check_step(make_step(model, batch, loss, None), plan)
-    return engines.apply(model, plan)
+    return engines.apply(model, plan, refuse_at_first_call=batch is None)
 
 
 def verify(

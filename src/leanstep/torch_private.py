@@ -14,6 +14,7 @@ import torch
 
 # Tensors with shapes and types but without memory; same names in torch 2.11 to 2.13.
 from torch._subclasses import fake_tensor as _fake_tensor
+from torch.nn.modules import module as _modules
 
 # The step hooks that apply to every optimizer of the process.
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 
 class TorchDispatchMode(_TorchDispatchMode):
@@ -110,6 +112,11 @@ def saving_hooks_are_set() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
+def inside_transform() -> bool:
+    """Whether a transform of torch.func (vmap, grad) is at work, whose tensors have no storage."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
 def below_autograd() -> AbstractContextManager[None]:
     """Run ops as autograd runs them: nothing is recorded for backward, whatever the grad mode."""
     guard: AbstractContextManager[None] = torch._C._AutoDispatchBelowAutograd()
@@ -190,6 +197,23 @@ def composable_checkpoint(module: torch.nn.Module) -> Any | None:
     known = any(getattr(hook, "__module__", "") == home for hook in hooks)
     return sys.modules[home].checkpoint.state(module) if known else None
 
+
+def global_forward_hooks() -> list[dict[int, Any]]:
+    """The dictionaries that hold the forward hooks of every module of the process."""
+    return [_modules._global_forward_pre_hooks, _modules._global_forward_hooks]
+
+
+def global_hooks() -> list[dict[int, Any]]:
+    """The dictionaries that hold all hooks of every module of the process."""
+    return [
+        *global_forward_hooks(),
+        _modules._global_backward_pre_hooks,
+        _modules._global_backward_hooks,
+    ]
+
+
+# The names under which a module holds its hooks.
+HOOK_GROUPS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 # Every call of a module goes through this function: its frame on the stack holds the module.
 MODULE_CALL_CODE = torch.nn.Module._call_impl.__code__

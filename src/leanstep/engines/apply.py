@@ -64,8 +64,12 @@ class Applied:
             self.resume()
 
 
-def apply(model: torch.nn.Module, plan: Plan) -> Applied:
-    """Let a model's blocks run as a plan says."""
+def apply(model: torch.nn.Module, plan: Plan, *, refuse_at_first_call: bool = False) -> Applied:
+    """Let a model's blocks run as a plan says.
+
+    With `refuse_at_first_call`, for a plan that was not yet compared with a step of this model, a
+    block whose first call does not make what the plan drops raises PlanError.
+    """
     modules = dict(model.named_modules())
     by_path = _by_path(plan)
     for path, decisions in by_path.items():
@@ -80,7 +84,8 @@ def apply(model: torch.nn.Module, plan: Plan) -> Applied:
     for path, decisions in by_path.items():
         if all(decision.engine is Engine.UNTOUCHED for decision in decisions):
             continue
-        runner = _runner(Scope(paths, path), decisions, applied.rounds, watch, givers)
+        scope = Scope(paths, path, is_checked=not refuse_at_first_call)
+        runner = _runner(scope, decisions, applied.rounds, watch, givers)
         applied.put(modules[path], runner)
     return applied
 

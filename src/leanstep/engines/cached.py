@@ -2,7 +2,7 @@
 
 A template is what one recorded call looks like. It is used once two recorded calls in a row have
 been equal op by op; later calls are audited more and more rarely. The sequence of saves is checked
-as it happens.
+as it happens; a call that turns out to be another one runs again, recorded.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -157,6 +157,15 @@ def _relative(op: RecordedOp, start: CudaDraw | None) -> RecordedOp:
     return replace(op, draw=op.draw.since(start))
 
 
+def can_locate(
+    tensor: torch.Tensor, arguments: list[torch.Tensor], modules: list[nn.Module]
+) -> bool:
+    """Whether a tensor is an argument or an attribute of the block's modules, or looks at one."""
+    address = storage_address(tensor)
+    is_argument = any(storage_address(argument) == address for argument in arguments)
+    return is_argument or bool(_attributes_at(address, modules))
+
+
 def _locate(
     tensor: torch.Tensor, arguments: list[torch.Tensor], modules: list[nn.Module]
 ) -> Locator | None:
@@ -197,6 +206,7 @@ class CachedCall:
 
     def __init__(self, template: Template, context: Context) -> None:
         self.template, self.context = template, context
+        self.surprise = ""
         self._next = 0
         self._kept: dict[int, torch.Tensor] = {}
         wanted = template.locators.values()
@@ -216,6 +226,9 @@ class CachedCall:
         start = None if template.cuda_device is None else cuda_state(template.cuda_device)
         with torch.autograd.graph.saved_tensors_hooks(self._pack, never_compiled(unpack)):
             out = forward(*args, **kwargs)
+        if self.surprise:
+            # The user's code has caught what a save raised.
+            raise self._surprise(self.surprise)
         if self._next != len(template.saves):
             raise self._surprise(f"saved {self._next} tensors instead of {len(template.saves)}")
         if template.program is not None:
@@ -277,7 +290,9 @@ class CachedCall:
                 return without_history(found)
 
     def _surprise(self, what: str) -> ReplayError:
+        self.surprise = what
         return ReplayError(
-            f"{self.context.block_name} {what}: it takes different paths on calls that look alike. "
-            'Nothing was computed wrongly; fit it with engine="module".'
+            f"{self.context.block_name} {what}: it takes different paths on calls that look alike, "
+            "and what it has done so far cannot be undone. Nothing was computed wrongly; run the "
+            'step again: the block is recorded from now on. Or fit it with engine="module".'
         )

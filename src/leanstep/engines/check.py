@@ -7,8 +7,9 @@ from dataclasses import replace
 import torch
 
 from leanstep.blockgraph import BlockGraph
+from leanstep.engines.randomness import other_random_states
 from leanstep.errors import GraphError, PlanError
-from leanstep.ir import Decision, Engine, Identity, Plan
+from leanstep.ir import Decision, Engine, Fact, Identity, Plan
 from leanstep.ir.blocks import find_block
 from leanstep.recorder import record
 from leanstep.recorder.blocks import find_blocks
@@ -16,6 +17,9 @@ from leanstep.recorder.identity import identity_of
 from leanstep.recorder.signatures import Signatures
 from leanstep.state import untouched
 from leanstep.step import TrainingStep
+
+# An op with one of these lets data decide what runs after it.
+_PATHS = frozenset((Fact.HOST_READ, Fact.DYNAMIC_SHAPE))
 
 
 def check_model(model: torch.nn.Module, plan: Plan) -> None:
@@ -34,13 +38,20 @@ def check_model(model: torch.nn.Module, plan: Plan) -> None:
 def check_step(step: TrainingStep, plan: Plan) -> None:
     """Raise PlanError unless this step has the blocks and values that the plan decides about.
 
-    Runs forward and backward once, and leaves no trace.
+    Runs forward and backward once, and leaves no trace. Where data or chance decide what runs, the
+    model's parameters and the batch are all that can be compared.
     """
     found = identity_of(step.model, step.batch)
     _check_looks(plan, found)
     alone = replace(step, optimizer=None)
     with untouched(alone):
+        before = other_random_states()
         graph = record(alone, Signatures())
+        draws = other_random_states() != before
+    if draws or any(_PATHS.intersection(op.facts) for op in graph.ops):
+        # Which blocks run, and how large values are, is said by data or by chance: by other
+        # weights than the plan saw, it need not be the same.
+        return
     # What was a block because the user had marked it is one here too.
     blocks = find_blocks(step.model, graph, {d.path for d in plan.decisions if not d.children})
     reasons = filter(None, (_other_torch(plan), plan.model.mode_difference(found)))

@@ -93,6 +93,10 @@ class Context:
         self._pinned: dict[Value, Source] = {}
         self._gone: list[Value] = []
 
+    def anew(self) -> "Context":
+        """A context for the same call run a second time."""
+        return Context(self.block_name, self.on_backward, self.gate, self.borders)
+
     def pin(self, value: Value, tensor: torch.Tensor) -> None:
         """Answer every request for a value with this tensor."""
         self._pinned[value] = Source.of(tensor)

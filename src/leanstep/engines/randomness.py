@@ -90,6 +90,12 @@ def cuda_draws_from(draw: CudaDraw) -> Iterator[None]:
         _move(generator, now, draw.seed)
 
 
+def set_cuda_state(draw: CudaDraw) -> None:
+    """Let a CUDA generator stand where it stood."""
+    now = cuda_state(draw.device_index)
+    _move(torch.cuda.default_generators[draw.device_index], draw, now.seed)
+
+
 def _move(generator: torch.Generator, to: CudaDraw, seed: int) -> None:
     if to.seed != seed:
         generator.manual_seed(to.seed)
@@ -109,14 +115,15 @@ def other_random_states() -> tuple[Any, ...]:
 def same_other_draws(states: tuple[Any, ...]) -> Iterator[None]:
     """Let the generators of Python and NumPy stand where they stood, for a while."""
     now = other_random_states()
-    _set_other_states(states)
+    set_other_random_states(states)
     try:
         yield
     finally:
-        _set_other_states(now)
+        set_other_random_states(now)
 
 
-def _set_other_states(states: tuple[Any, ...]) -> None:
+def set_other_random_states(states: tuple[Any, ...]) -> None:
+    """Let the generators of Python and NumPy stand where they stood."""
     random.setstate(states[0])
     if len(states) > 1:
         numpy = sys.modules["numpy"]

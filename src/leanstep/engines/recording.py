@@ -105,7 +105,9 @@ class RecordedOp:
 class CallRecorder(torch_private.TorchDispatchMode):
     """The dispatch mode that writes down one block call.
 
-    `recipes` names the storages that may come back by a cheap replay.
+    `written` are the addresses of storages from outside that the call writes, `draws_apart` says
+    that it draws from a generator of its own. `recipes` names the storages that may come back by a
+    cheap replay.
     """
 
     def __init__(
@@ -129,6 +131,8 @@ class CallRecorder(torch_private.TorchDispatchMode):
         self.keys: dict[int, str] = {}
         self.names: list[str] = []
         self.depends_on_data = False
+        self.draws_apart = False
+        self.written: set[int] = set()
         self.paused = False
         self._seen: dict[str, int] = {}
         self._draws = 0
@@ -202,6 +206,8 @@ class CallRecorder(torch_private.TorchDispatchMode):
             value = self.value_of(tensor)
             reads.append(value)
             if is_written:
+                if value.storage in self._outside_numbers:
+                    self.written.add(torch_private.storage_address(tensor))
                 self._before_write(value, tensor)
                 written[value.storage] = None
         return reads, list(written)
@@ -288,6 +294,8 @@ class CallRecorder(torch_private.TorchDispatchMode):
     ) -> None:
         if Fact.HOST_READ in facts or Fact.DYNAMIC_SHAPE in facts:
             self.depends_on_data = True
+        if Fact.OWN_GENERATOR in facts:
+            self.draws_apart = True
         made = [Value(number, 0) for number, _ in births]
         if not (made or writes) or NEVER_RERUN.intersection(facts):
             return

@@ -4,18 +4,24 @@ import torch
 
 from leanstep.engines.apply import Applied
 from leanstep.engines.observer import Observer
-from leanstep.ir import Exclusion
+from leanstep.ir import Engine, Exclusion
 from leanstep.ir.graph import block_name
 from leanstep.state import untouched
 from leanstep.step import TrainingStep
 
 
+# Whole modules are recorded twice before they are run again.
+_RUNS = 3
+
+
 def rehearse(step: TrainingStep, applied: Applied) -> tuple[Exclusion, ...]:
     """Run forward and backward under the plan, which leaves no trace; name who failed, and why."""
     observer = Observer(compares=applied.plan.exact)
+    has_modules = any(decision.engine is Engine.MODULE for decision in applied.plan.decisions)
     with untouched(step), applied.observed_by(observer):
         try:
-            step.compute_loss().backward()
+            for _ in range(_RUNS if has_modules else 1):
+                step.compute_loss().backward()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:

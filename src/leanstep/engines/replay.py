@@ -13,11 +13,14 @@ from typing import Any
 import torch
 
 from leanstep.engines.cached import CachedCall, Template, make_template
-from leanstep.engines.context import Context, ReplayError
+from leanstep.engines.context import Context
 from leanstep.engines.live import LiveCall
+from leanstep.engines.looks import UncacheableError
 from leanstep.engines.randomness import CudaDraw, cuda_state, other_random_states
+from leanstep.engines.reach import Executed, Watched
+from leanstep.engines.rewind import Rewind
 from leanstep.engines.scope import Scope
-from leanstep.engines.validity import UncacheableError, Watch, call_key, same
+from leanstep.engines.validity import Watch, call_key, same
 from leanstep.errors import PlanError
 from leanstep.torch_private import forward_hooks
 
@@ -59,11 +62,12 @@ class Replayer:
         recipes: frozenset[str] = frozenset(),
     ) -> None:
         self.name, self.drop, self.scope, self.recipes = name, drop, scope, recipes
-        self._is_checked = False
+        self._is_checked = scope.is_checked
         self.always_record = False
         self.recorded = 0
         self.reused = 0
         self._entries: dict[Any, _Entry] = {}
+        self._executed = Executed()
         self._watch: Watch | None = None
 
     def run(
@@ -76,32 +80,39 @@ class Replayer:
     ) -> Any:
         """Run one call, by a recording where that is known to be right."""
         if self.always_record:
-            return self._record(context, forward, (module, *args), kwargs, lambda call: None)
+            return self._record(context, forward, (module, *args), kwargs, _learn_nothing)
         if self._watch is None:
             modules = list(module.modules())
             if any(isinstance(inner, torch.jit.ScriptModule) for inner in modules):
                 # Its attributes are out of sight, and torch.jit changes its ops from run to run.
                 self.always_record = True
-                return self._record(context, forward, (module, *args), kwargs, lambda call: None)
-            self._watch = Watch(modules)
+                return self._record(context, forward, (module, *args), kwargs, _learn_nothing)
+            self._watch = Watch(modules, self._executed)
         try:
             key, arguments = call_key(args, kwargs)
+            state = self._watch.state()
         except UncacheableError:
-            return self._record(context, forward, (module, *args), kwargs, lambda call: None)
-        state = self._watch.state()
+            return self._record(context, forward, (module, *args), kwargs, _learn_nothing)
         entry = self._entries.get(key)
         if entry is not None and entry.fits(state, self._watch.modules) and entry.is_usable():
             self.reused += 1
+            del self._entries[key]
+            rewind = Rewind(self._watch, state, arguments)
             call = CachedCall(entry.template, context)
             try:
-                return call.run(forward, (module, *args), kwargs, arguments, self._watch.modules)
-            except BaseException as error:
-                self._entries.pop(key, None)
-                self.always_record |= isinstance(error, ReplayError)
-                raise
+                out = call.run(forward, (module, *args), kwargs, arguments, self._watch.modules)
+                self._entries[key] = entry
+                return out
+            except BaseException:
+                self.always_record |= bool(call.surprise)
+                if not call.surprise or not rewind.go_back(arguments):
+                    raise
+            # Out of the handler: it holds the frames of the first run, and what they made.
+            return self._record(context.anew(), forward, (module, *args), kwargs, _learn_nothing)
         start = _cuda_start(arguments)
-        learn = self._learner(key, state, arguments, module, start)
-        return self._record(context, forward, (module, *args), kwargs, learn)
+        watched = Watched(self._executed, module, forward)
+        learn = self._learner(key, state, arguments, watched, start)
+        return self._record(context, watched, (module, *args), kwargs, learn)
 
     def _record(
         self,
@@ -147,17 +158,20 @@ class Replayer:
         key: Any,
         state: list[Any],
         arguments: list[torch.Tensor],
-        module: torch.nn.Module,
+        forward: Watched,
         start: CudaDraw | None,
     ) -> Callable[[LiveCall], None]:
         before = other_random_states()
 
         def learn(call: LiveCall) -> None:
+            if other_random_states() != before or call.recorder.depends_on_data:
+                self.always_record = True
+                return
             # The call may have made modules or attributes that were not there before.
-            watch = self._watch = Watch(list(module.modules()))
+            watch = self._watch = Watch(list(forward.module.modules()), self._executed)
+            self.always_record = bool(watch.missing)
             template = make_template(call, arguments, watch.modules, start)
-            if template is None or other_random_states() != before:
-                self.always_record = call.recorder.depends_on_data or template is not None
+            if template is None or self.always_record or not forward.is_seen:
                 self._entries.pop(key, None)
                 return
             self._remember(key, state, template)
@@ -188,6 +202,10 @@ class Replayer:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+
+def _learn_nothing(call: LiveCall) -> None:
+    """Take nothing from a recorded call."""
 
 
 def _cuda_start(arguments: list[torch.Tensor]) -> CudaDraw | None:

@@ -10,13 +10,14 @@ import torch
 from leanstep.eager import CompilerWatch, uncompiled
 from leanstep.engines.border import Borders, Gate
 from leanstep.engines.context import Context
-from leanstep.engines.module import run_checkpointed
 from leanstep.engines.observer import Observer, observed
 from leanstep.engines.replay import Replayer
 from leanstep.engines.scope import Scope
+from leanstep.engines.whole import WholeModule
 from leanstep.ir import Decision, Engine
 from leanstep.torch_private import (
     in_backward,
+    inside_transform,
     saving_hooks_are_set,
     saving_hooks_work,
     tree_leaves,
@@ -105,6 +106,7 @@ class BlockRuntime:
         self.replays = [
             Replayer(name, frozenset(d.drop), scope, frozenset(d.recipes)) for d in self.decisions
         ]
+        self.whole = [WholeModule(scope, rounds) for _ in self.decisions]
         self.gives = [decision in givers for decision in self.decisions]
         self.rounds, self.watch = rounds, watch
         self._round = -1
@@ -118,7 +120,8 @@ class BlockRuntime:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run one call: untouched without gradients or inside another block, else as planned."""
-        if not torch.is_grad_enabled() or self.rounds.active or in_backward():
+        is_passive = not torch.is_grad_enabled() or self.rounds.active
+        if is_passive or in_backward() or _is_traced():
             # In backward: a checkpoint of the user's runs it again, and counts what is saved.
             return forward(module, *args, **kwargs)
         if not saving_hooks_work():
@@ -152,7 +155,9 @@ class BlockRuntime:
     ) -> Any:
         decision, rounds = self.decisions[place], self.rounds
         if decision.engine is Engine.MODULE:
-            return run_checkpointed(self.name, module, forward, args, kwargs, rounds)
+            context = Context(self.name, rounds.saw_backward, observer=rounds.observer)
+            with uncompiled():
+                return self.whole[place].run(context, module, forward, args, kwargs)
         leaves = tree_leaves((args, kwargs)) if decision.border_in else ()
         gate = Gate(rounds.borders, leaves) if decision.border_in else None
         gives = rounds.borders if self.gives[place] else None
@@ -168,6 +173,12 @@ class BlockRuntime:
         self._calls += 1
         turns = [decision.occurrence < self._calls for decision in self.decisions]
         return max(sum(turns), 1) - 1
+
+
+def _is_traced() -> bool:
+    """Whether ops are written down for another program, or transformed; both want plain code."""
+    is_traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+    return is_traced or torch.compiler.is_compiling() or inside_transform()
 
 
 def _tensor_bytes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -56,11 +56,15 @@ class ModulePaths:
 
 @dataclass(frozen=True)
 class Scope:
-    """One block, and the module paths seen from it."""
+    """One block, and the module paths seen from it.
+
+    `is_checked`: the plan is known to be for this model.
+    """
 
     paths: ModulePaths
     block_path: str
     children: tuple[str, ...] = ()
+    is_checked: bool = False
 
     @property
     def name(self) -> str:

@@ -2,29 +2,25 @@
 
 Compared on every call: the tensor arguments' shapes, strides, dtypes, devices and which of them
 share a storage, the other arguments, the plain attributes, hooks and children of the block's
-modules and of the objects they hold, where their own generators of random numbers stand, global
-variables that their methods name, which parameters want gradients, autocast and the default dtype.
-What cannot be seen from here (a number that a function of the user's makes up) is left to the
-audits.
+modules, where their own generators of random numbers stand, which parameters want gradients,
+torch's modes, and whatever the user's functions name that ran in the calls so far: globals,
+closures, defaults, attributes of objects and of classes.
 """
 
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from collections.abc import Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
+from leanstep.engines.looks import PLAIN, Looks, UncacheableError
+from leanstep.engines.reach import Executed, Reach, is_users
 from leanstep.generators import HeldGenerators
-from leanstep.torch_private import storage_address, tree_flatten
+from leanstep.torch_private import HOOK_GROUPS, global_hooks, storage_address, tree_flatten
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_CODE = (FunctionType, BuiltinFunctionType)
 _MISSING = object()
 _MODULE_OWN = frozenset(vars(nn.Module()))
-
-
-class UncacheableError(Exception):
-    """A call that cannot be compared with another one, since it has arguments of unknown kind."""
 
 
 def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[torch.Tensor]]:
@@ -39,7 +35,7 @@ def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[t
             alias = first_with.setdefault(storage_address(leaf), len(tensors))
             looks.append((_tensor_look(leaf), alias))
             tensors.append(leaf)
-        elif isinstance(leaf, (*_PLAIN, torch.dtype, torch.device)):
+        elif isinstance(leaf, (*PLAIN, torch.dtype, torch.device)):
             # True equals 1 and 1 equals 1.0, but an op may treat them differently.
             looks.append((type(leaf), leaf))
         else:
@@ -68,39 +64,71 @@ def _modes() -> tuple[Any, ...]:
         torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
+        # These choose between the ops that attention is made of.
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
     )
 
 
 class Watch:
-    """The attributes of a block's modules that its ops can depend on."""
+    """All that the ops of a block's calls can depend on, beside the arguments."""
 
-    def __init__(self, modules: list[nn.Module]) -> None:
+    def __init__(self, modules: list[nn.Module], executed: Executed) -> None:
         self.modules = modules
+        reach = Reach(modules, executed)
+        self.missing = reach.missing
+        self._looks = Looks(None if executed.any_name else reach.names)
         self._owners = [vars(module) for module in modules]
-        self._attributes = [
-            (names, name)
-            for names in self._owners
-            for name, value in names.items()
-            if isinstance(value, (*_PLAIN, *_CODE)) or _is_plain_tuple(value)
-        ]
-        self._attributes.extend(_globals(modules))
         self._generators = HeldGenerators(modules)
-        # By name, not by object: another object may stand there at the next call.
-        self._held = [
-            (own, name)
-            for own in self._owners
-            for name, value in own.items()
-            if name not in _MODULE_OWN and _is_watched(value)
-        ]
+        self._named = list(reach.globals.values())
+        self.may_draw = any(
+            _name_of(own.get(name)) in ("random", "numpy") for own, name in self._named
+        )
+        self._cells = list(reach.cells.values())
+        self._functions = list(reach.functions.values())
+        self._attributes: list[tuple[Mapping[str, Any], str]] = []
+        for module, own in zip(modules, self._owners, strict=True):
+            of_user = is_users(type(module).__module__)
+            for name, value in own.items():
+                # Of what torch's own modules hold, their ops depend on nothing but plain values.
+                is_read = of_user and (executed.any_name or name in reach.names)
+                is_watched = is_read or _is_plain_in_torch(value)
+                if isinstance(value, PLAIN) or (is_watched and name not in _MODULE_OWN):
+                    self._attributes.append((own, name))
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The parameters and buffers of the modules."""
+        for own in self._owners:
+            for group in ("_parameters", "_buffers"):
+                yield from (tensor for tensor in own[group].values() if tensor is not None)
+
+    @property
+    def fires_hooks(self) -> bool:
+        """Whether a module inside the block has hooks."""
+        inner = self._owners[1:]
+        return any(own["_forward_hooks"] or own["_forward_pre_hooks"] for own in inner)
+
+    @property
+    def counts_batches(self) -> bool:
+        """Whether a module has running statistics, which are written without a trace."""
+        return any(own["_buffers"].get("running_mean") is not None for own in self._owners)
 
     def state(self) -> list[Any]:
-        """The attributes as they are now; compare two with `same`."""
-        state = [own.get(name, _MISSING) for own, name in self._attributes]
-        state.extend(tuple(_plain_items(own.get(name))) for own, name in self._held)
+        """What is watched as it is now; compare two with `same`."""
+        of = self._looks.of
+        state = [of(own.get(name, _MISSING)) for own, name in self._attributes]
+        state.extend(of(own.get(name, _MISSING)) for own, name in self._named)
+        state.extend(map(of, self._cells))
+        state.extend(of(function.__defaults__) for function in self._functions)
+        state.extend(of(function.__kwdefaults__) for function in self._functions)
         state.extend(self._generators.states())
+        state.extend(map(tuple, global_hooks()))
         for own in self._owners:
             state.append(len(own))
-            state.append((*own["_forward_hooks"], *own["_forward_pre_hooks"]))
+            # Those of backward make forward pass its tensors through a function of torch's.
+            state.extend(tuple(own[group]) for group in HOOK_GROUPS)
             state.extend(map(id, own["_modules"].values()))
             state.extend(
                 parameter is not None and parameter.requires_grad
@@ -116,43 +144,15 @@ def same(old: list[Any], new: list[Any]) -> bool:
     return all(a is b or (type(a) is type(b) and a == b) for a, b in zip(old, new, strict=True))
 
 
-def _is_watched(value: Any) -> bool:
-    """Whether an attribute is a collection, or an object such as a configuration."""
-    if type(value) in (list, dict):
-        return True
-    unwatched = (torch.Tensor, nn.Module, type, ModuleType, *_CODE)
-    return hasattr(value, "__dict__") and not isinstance(value, unwatched)
+def _is_plain_in_torch(value: Any) -> bool:
+    """Whether a value is a function, or a collection that holds plain values."""
+    if isinstance(value, (list, tuple)):
+        return all(isinstance(item, PLAIN) for item in value)
+    return callable(value) and not isinstance(value, (nn.Module, torch.Tensor))
 
 
-def _globals(modules: list[nn.Module]) -> list[tuple[dict[str, Any], str]]:
-    """The global variables that the methods of the user's modules name."""
-    kinds = {kind for module in modules for kind in type(module).__mro__}
-    functions = (
-        function
-        for kind in kinds
-        if not kind.__module__.startswith(("torch.", "builtins"))
-        for function in vars(kind).values()
-        if isinstance(function, FunctionType)
-    )
-    return [
-        (function.__globals__, name)
-        for function in functions
-        for name in function.__code__.co_names
-        if isinstance(function.__globals__.get(name, _MISSING), _PLAIN)
-    ]
-
-
-def _plain_items(value: Any) -> list[Any]:
-    """The plain parts of a collection or an object, each with its name where it has one."""
-    if type(value) is list:
-        return [item for item in value if isinstance(item, _PLAIN) or _is_plain_tuple(item)]
-    named = value if type(value) is dict else getattr(value, "__dict__", {})
-    return [
-        (name, item)
-        for name, item in named.items()
-        if isinstance(item, (*_PLAIN, *_CODE)) or _is_plain_tuple(item)
-    ]
-
-
-def _is_plain_tuple(value: Any) -> bool:
-    return type(value) is tuple and all(isinstance(item, _PLAIN) for item in value)
+def _name_of(value: Any) -> str:
+    """The package that a module or a function is from."""
+    is_module = isinstance(value, ModuleType)
+    name = value.__name__ if is_module else getattr(value, "__module__", "")
+    return str(name).partition(".")[0]
