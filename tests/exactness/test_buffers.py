@@ -320,9 +320,7 @@ def test_a_buffer_that_one_block_replaces_and_another_reads(lab):
         return self.b(h)
 
     case = lab.Case(lambda: Conversation([lab.Block(body) for _ in range(3)]))
-    lab.check_same(case, ways=REPLAY)
-    with pytest.raises(RuntimeError, match="reads a tensor that it did not read in forward"):
-        lab.check_same(case, ways=["module"])
+    lab.check_same(case)
 
 
 def test_a_buffer_that_is_written_between_blocks_past_autograd(lab):

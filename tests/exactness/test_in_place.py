@@ -141,11 +141,7 @@ REPLAY = ["replay, all dropped", "replay, some dropped", "plan at the floor"]
 
 @pytest.mark.parametrize("body", ON_INPUT, ids=lambda body: body.__name__)
 def test_a_block_that_writes_its_input(lab, body):
-    case = lab.Case(lambda: lab.stack_of(body))
-
-    lab.check_same(case, ways=REPLAY)
-    with pytest.raises(RuntimeError, match="changed in place"):
-        lab.check_same(case, ways=["module"])
+    lab.check_same(lab.Case(lambda: lab.stack_of(body)))
 
 
 def identity(self, x):
@@ -268,7 +264,7 @@ def test_an_input_written_after_the_block_against_the_plan_is_an_error(lab, way)
         hidden = model.first(lab.rows().to(lab.DEVICE)) * 1.0
         loss = model.blocks[1](hidden).pow(2).mean()
         hidden.mul_(2)
-        with pytest.raises(RuntimeError, match="changed in place"):
+        with pytest.raises(RuntimeError, match=r"changed\s+in place|modified by an inplace"):
             loss.backward()
     applied.remove()
 

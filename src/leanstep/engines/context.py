@@ -146,6 +146,8 @@ class Context:
         for value, count in program.wanted.items():
             for source in program.sources[value]:
                 self._needs[source] = self._needs.get(source, 0) + count
+        # What was written since was written by the call: autograd wants it as it is now.
+        self._pinned = {value: Source.of(pin.tensor) for value, pin in self._pinned.items()}
         for value in self._gone:
             if value in program.wanted:
                 self.answered(value)

@@ -21,7 +21,10 @@ from leanstep.torch_private import tree_leaves
 
 
 class LiveCall:
-    """One call of a block, recorded as it runs."""
+    """One call of a block, recorded as it runs.
+
+    What replays start from is held as it is where it `is_safe`, else as a copy.
+    """
 
     def __init__(
         self,
@@ -29,8 +32,9 @@ class LiveCall:
         drop: Collection[str],
         scope: Scope,
         recipes: Collection[str] = (),
+        is_safe: Callable[[torch.Tensor], bool] = lambda tensor: True,
     ) -> None:
-        self.context, self.drop = context, drop
+        self.context, self.drop, self._is_safe = context, drop, is_safe
         self.saves: list[tuple[Ref, bool]] = []
         self.program: Program | None = None
         state = torch.get_rng_state()
@@ -140,9 +144,7 @@ class LiveCall:
         if value in self._relied_on and value not in self._copies and not self._leave(value):
             self.recorder.paused = True
             held = self._kept.get(value, self.recorder.outside.get(value, tensor))
-            copy = torch.empty(0, dtype=torch.uint8, device=held.device)
-            copy.set_(held.untyped_storage().clone())
-            self._copies[value] = copy
+            self._copies[value] = _storage_copy(held)
             self.recorder.paused = False
 
     def _leave(self, value: Value) -> bool:
@@ -183,7 +185,7 @@ class LiveCall:
         recipes = [op.rerun for op in self.recorder.cheap_ops.values()]
         self.program = build_program(reruns, self._wanted, self, recipes)
         sources = {
-            value: self.context.source(self.source(value))
+            value: self.context.source(self._safe(value))
             for value in self.program.all_sources
             if value.storage != GENERATOR
         }
@@ -199,9 +201,20 @@ class LiveCall:
             for index, rerun in program.reruns.items()
         }
 
+    def _safe(self, value: Value) -> torch.Tensor:
+        held = self.source(value)
+        if value in self._copies or not self.recorder.is_outside(value.storage):
+            return held
+        return held if self._is_safe(held) else _storage_copy(held)
+
     def source(self, value: Value) -> torch.Tensor:
         """The tensor that holds a value the program starts from."""
         for held in (self._copies, self._kept, self.recorder.outside):
             if value in held:
                 return held[value]
         raise AssertionError(f"{value} is a source but is not held")
+
+
+def _storage_copy(tensor: torch.Tensor) -> torch.Tensor:
+    copy = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return copy.set_(tensor.untyped_storage().clone())

@@ -96,7 +96,9 @@ class _CheckpointedCall:
             (args, kwargs), self.first = self.first, None
             self.start = _Start(self.module, list(leaves), self.written)
             with self.seen or nullcontext():
-                return self.forward(self.module, *args, **kwargs)
+                out = self.forward(self.module, *args, **kwargs)
+            self.start.ended()
+            return out
         self.rounds.saw_backward()
         self.check()
         args, kwargs = tree_unflatten(leaves, self.structure)
@@ -121,18 +123,25 @@ class _Start:
         self.module = module
         self.draws = other_random_states()
         self.attributes = _Attributes(module)
-        tensors = [leaf for leaf in arguments if isinstance(leaf, torch.Tensor)]
-        tensors += module.parameters()
-        self.versions = [(tensor, version(tensor)) for tensor in tensors]
+        arguments = [leaf for leaf in arguments if isinstance(leaf, torch.Tensor)]
+        # Of what the block writes there are copies: it may be written again.
+        copied = set(map(id, written))
+        buffers = (buffer for buffer in module.buffers() if id(buffer) not in copied)
+        self._read = [*arguments, *module.parameters(), *buffers]
+        self._versions: list[int] = []
         self.buffers = [(buffer, _copy(buffer)) for buffer in written]
+
+    def ended(self) -> None:
+        """Note that forward has ended; what is written from now on would change a second run."""
+        self._versions = [version(tensor) for tensor in self._read]
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Put everything back for a second run, and after it as forward has left it."""
-        if any(version(tensor) != old for tensor, old in self.versions):
+        if self._versions != [version(tensor) for tensor in self._read]:
             raise RuntimeError(
-                "leanstep: an argument or a weight of a block that backward runs again was changed "
-                "in place since its forward. Change it after backward, or keep the block."
+                "leanstep: an argument, weight or buffer of a block that backward runs again was "
+                "changed in place after its forward. Change it after backward, or keep the block."
             )
         now, copies = _Attributes(self.module), [(b, _copy(b)) for b, _ in self.buffers]
         self.attributes.put_back()

@@ -9,7 +9,6 @@ from leanstep.ir.graph import block_name
 from leanstep.state import untouched
 from leanstep.step import TrainingStep
 
-
 # Whole modules are recorded twice before they are run again.
 _RUNS = 3
 

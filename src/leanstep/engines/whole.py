@@ -20,7 +20,8 @@ from leanstep.engines.module import Again, run_checkpointed
 from leanstep.engines.reach import Executed, Watched
 from leanstep.engines.scope import Scope
 from leanstep.engines.validity import Watch, call_key, same
-from leanstep.torch_private import global_forward_hooks, storage_address
+from leanstep.recorder.values import has_storage
+from leanstep.torch_private import global_forward_hooks, storage_address, tree_leaves
 
 # Kinds of calls remembered for a block.
 _REMEMBERED = 16
@@ -80,7 +81,16 @@ class WholeModule:
         kwargs: dict[str, Any],
         look: Callable[[LiveCall], None] = lambda call: None,
     ) -> Any:
-        return LiveCall(context, _Everything(), self._scope).run(forward, args, kwargs, look)
+        module, *others = args
+        leaves = (leaf for leaf in tree_leaves((others, kwargs)) if isinstance(leaf, torch.Tensor))
+        safe = {storage_address(t) for t in (*module.parameters(), *leaves) if has_storage(t)}
+
+        def is_safe(tensor: torch.Tensor) -> bool:
+            # Anything else may be written by the next call: nobody has asked the planner.
+            return storage_address(tensor) in safe
+
+        call = LiveCall(context, _Everything(), self._scope, is_safe=is_safe)
+        return call.run(forward, args, kwargs, look)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +113,7 @@ class _Look:
 
     def __init__(self, arguments: list[torch.Tensor], modules: list[torch.nn.Module]) -> None:
         self._arguments, self._modules = arguments, modules
+        self._buffers = _buffers(modules)
         self.is_repeatable = False
         self.written: list[tuple[int, str]] = []
 
@@ -118,9 +129,17 @@ class _Look:
                 # Where data say the path, another call may write what this one has not.
                 if is_written or recorder.depends_on_data:
                     self.written.append((number, name))
+        is_exchanged = _buffers(self._modules) != self._buffers
         self.is_repeatable = (
-            all(found) and addresses == recorder.written and not recorder.draws_apart
+            all(found)
+            and addresses == recorder.written
+            and not is_exchanged
+            and not recorder.draws_apart
         )
+
+
+def _buffers(modules: list[torch.nn.Module]) -> list[int]:
+    return [id(buffer) for module in modules for buffer in module.buffers(recurse=False)]
 
 
 def _is(watch: Watch, state: list[Any]) -> bool:
