@@ -12,9 +12,9 @@ of its own with a time limit. What is already in the file of `--json` is not run
 import argparse
 import datetime
 import json
+import multiprocessing
 import os
 import random
-import subprocess
 import sys
 import time
 import traceback
@@ -27,10 +27,12 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from zoo_models import CATALOGUE, MissingError
+from zoo_models import CATALOGUE, Entry, MissingError
 from zoo_report import BAD, REFUSED, saved_share, summary, write_page
 
 import leanstep
+
+__all__ = ["CATALOGUE", "Entry", "examine"]
 
 NUM_STEPS = 3
 MOST_SECONDS = 240
@@ -51,7 +53,6 @@ def arguments():
     parser.add_argument("--again", action="store_true", help="rerun what is in the file")
     parser.add_argument("--docs", type=Path, help="write the table as Markdown to this file")
     parser.add_argument("--limit", type=int, default=MOST_SECONDS, help="seconds an architecture")
-    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -184,26 +185,30 @@ def raw(tensor):
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def examine_apart(name, limit):
+def examine_apart(name, limit, context):
     """The row of one architecture, from a process of its own."""
-    base = {"name": name, "family": CATALOGUE[name].family, "model": CATALOGUE[name].model}
-    command = [sys.executable, str(Path(__file__).resolve()), "--here", "--only", name]
+    row = {"name": name, "family": CATALOGUE[name].family, "model": CATALOGUE[name].model}
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=examine_here, args=(name, sender))
+    process.start()
+    sender.close()
     try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
-    except subprocess.TimeoutExpired:
-        return base | {"result": "timeout", "reason": f"not done in {limit} s"}
-    try:
-        return json.loads(run.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        reason = f"the process left with {run.returncode}"
-        return base | {"result": "crash", "reason": reason, "trace": run.stderr[-4000:]}
+        if receiver.poll(limit):
+            return receiver.recv()
+        return row | {"result": "timeout", "reason": f"not done in {limit} s"}
+    except EOFError:
+        process.join()
+        return row | {"result": "crash", "reason": f"the process left with {process.exitcode}"}
+    finally:
+        process.kill()
+        process.join()
 
 
-def examine_here(name):
-    # What a library warns of is no row's business, and standard output is for the row.
+def examine_here(name, sender):
+    # What a library warns of is no row's business.
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    print(json.dumps(examine(CATALOGUE[name])))
+    sender.send(examine(CATALOGUE[name]))
 
 
 def read_rows(path):
@@ -215,17 +220,22 @@ def read_rows(path):
 
 def sweep(names, rows, options, console):
     versions = versions_here()
+    # Its processes start from one that has loaded the libraries and done nothing else.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["zoo_models", "transformers.modeling_utils"])
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("", total=len(names))
         for name in names:
             progress.update(task, description=name)
-            row = examine_apart(name, options.limit) | versions
+            row = examine_apart(name, options.limit, context) | versions
             rows[name] = row
             if options.json:
                 with options.json.open("a") as file:
                     file.write(json.dumps(row) + "\n")
             note = row["reason"] if row["result"] != "exact" else f"saved {saved_share(row):.0%}"
-            console.print(f"{name}: {row['result']}, {note}", highlight=False, markup=False)
+            console.print(
+                f"{name}: {row['result']}, {note}", highlight=False, markup=False, soft_wrap=True
+            )
             progress.advance(task)
 
 
@@ -261,9 +271,6 @@ def main():
     names = options.only or list(CATALOGUE)
     if options.list:
         print("\n".join(f"{CATALOGUE[name].family:20} {name}" for name in names))
-        return
-    if options.here:
-        examine_here(names[0])
         return
     # Steps this small are faster on one thread, and times do not depend on the machine's cores.
     os.environ["OMP_NUM_THREADS"] = "1"
