@@ -25,8 +25,10 @@ BLOCKS = {
         *(f"decoder.layers.{place}" for place in range(3)),
     ],
     "unet-tiny": [
-        *("time.layers[0:1]", "time.layers[2:2]", "down.0", "down.1"),
-        *("middle.0", "middle.1", "up.0", "up.1"),
+        *("time.layers[0:1]", "time.layers[2:2]"),
+        *(f"down.{stage}.blocks.{place}" for stage in (0, 1) for place in (0, 1)),
+        *("middle.0", "middle.1"),
+        *(f"up.{stage}.blocks.{place}" for stage in (0, 1) for place in (0, 1)),
     ],
 }
 
@@ -52,6 +54,40 @@ class Cell(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.first(x).tanh()).tanh()
+
+
+class Tower(nn.Module):
+    """A list of cells and one more layer."""
+
+    def __init__(self, layer: type[nn.Module] = nn.Tanh) -> None:
+        super().__init__()
+        self.cells, self.last = nn.ModuleList(Cell() for _ in range(3)), layer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for cell in self.cells:
+            x = cell(x)
+        return self.last(x)
+
+
+class Heavy(nn.Module):
+    """A layer that saves more than a few cells do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(8):
+            x = x.sin()
+        return x
+
+
+def test_two_stacks_of_one_class_are_looked_through() -> None:
+    profile = profile_of(nn.Sequential(Tower(), Tower()))
+
+    assert names(profile) == [f"{tower}.cells.{place}" for tower in (0, 1) for place in range(3)]
+
+
+def test_a_stack_with_much_beside_its_layers_is_one_block() -> None:
+    profile = profile_of(nn.Sequential(Tower(Heavy), Tower(Heavy)))
+
+    assert names(profile) == ["0", "1"]
 
 
 @pytest.mark.parametrize("name", BLOCKS)
