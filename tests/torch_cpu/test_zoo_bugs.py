@@ -53,3 +53,26 @@ def test_backward_of_indexing_writes_into_its_zeros(name):
 
     assert verdict.exact
     assert verdict.predicted_peak_bytes == pytest.approx(verdict.measured_peak_bytes, rel=0.01)
+
+
+class Routed(nn.Module):
+    """A layer that sees a third of the rows, and at every sixth call all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(WIDTH, WIDE), 0
+
+    def forward(self, x):
+        self.calls += 1
+        chosen = torch.arange(len(x)) % 3 <= (2 if self.calls % 6 == 3 else 0)
+        return x + self.layer(x[chosen]).tanh().sin().mean()
+
+
+def test_the_peak_of_sizes_that_change_is_the_largest_of_several_steps():
+    """One step was measured, and the next could be larger (Switch Transformers)."""
+    model = nn.Sequential(Routed(), Routed())
+
+    verdict = fitted(model, torch.randn(ROWS, WIDTH)).verdict
+
+    assert verdict.exact
+    assert verdict.within_budget

@@ -3,8 +3,8 @@
 A block is an outermost module that is repeated (its class occurs at least twice and it is more
 than one of torch's own layers) or large (a good share of what autograd saves). Containers are
 looked through: the four stages of a ResNet are not blocks, their residual blocks are. So are large
-modules that do little but call a list of like ones, as the encoder and the decoder of a T5. Where the
-layers of a Sequential are torch's own, a stretch from one weight to the next forms a block. A
+modules that do little but call a list of like ones, as the encoder and the decoder of a T5. Where
+the layers of a Sequential are torch's own, a stretch from one weight to the next forms a block. A
 module that the user has marked is a block where it neither contains one nor lies in one. A model
 with none of these is one block.
 """
