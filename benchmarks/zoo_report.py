@@ -16,7 +16,7 @@ budget, predicted peak within 2 % of the measured one.
 {summary}
 
 Measured on {dates}, CPU, torch {torch}, transformers {transformers}, leanstep {leanstep}:
-`python benchmarks/zoo.py --json zoo.jsonl --docs docs/zoo.md`
+`python benchmarks/zoo.py --json benchmarks/results/zoo.jsonl --docs docs/zoo.md`
 
 *saved* is how much lower the measured peak is at that midpoint; at the floor it is about twice as
 much. Parameters, gradients and optimizer state count in both peaks.

@@ -232,14 +232,14 @@ STATE_SPACES = entries(
     "state space",
     text(),
     DECODER,
-    ("mamba", "MambaForCausalLM", {"state_size": 8}),
+    ("mamba", "MambaForCausalLM", text(length=24), {"state_size": 8}),
     (
         "mamba2",
         "Mamba2ForCausalLM",
         {"state_size": 8, "num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 16},
     ),
     ("falcon-mamba", "FalconMambaForCausalLM", {"state_size": 8}, text(length=32)),
-    ("rwkv", "RwkvForCausalLM", text(length=32), {"context_length": 64}),
+    ("rwkv", "RwkvForCausalLM", text(length=16), {"context_length": 64}),
     (
         "recurrent-gemma",
         "RecurrentGemmaForCausalLM",
