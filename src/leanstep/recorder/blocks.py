@@ -11,6 +11,7 @@ with none of these is one block.
 
 from collections import Counter
 from collections.abc import Collection, Iterator
+from itertools import islice
 
 from torch import nn
 
@@ -103,7 +104,8 @@ def _is_alone(
 def _is_stack(path: str, module: nn.Module, shares: dict[str, float]) -> bool:
     """Whether nearly all of a large module is a list of like modules: those are the blocks then.
 
-    Small ones are blocks: inside a block more can be dropped than at its border.
+    Small ones are blocks, and so is a list of simple ones, such as the convolutions of a residual
+    block: inside a block more can be dropped than at its border.
     """
     if not path or not _is_unit(module) or shares.get(path, 0.0) < LARGE_SHARE:
         return False
@@ -112,7 +114,7 @@ def _is_stack(path: str, module: nn.Module, shares: dict[str, float]) -> bool:
         for name, child in module.named_children()
         if _is_container(child)
         for place, layer in child.named_children()
-        if _is_unit(layer)
+        if _is_unit(layer) and any(map(_is_unit, islice(layer.modules(), 1, None)))
     ]
     kinds = Counter(type(layer) for _, layer in layers)
     inside = sum(shares.get(p, 0.0) for p, layer in layers if kinds[type(layer)] >= 2)
