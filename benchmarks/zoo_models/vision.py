@@ -235,7 +235,7 @@ VISION = entries(
     (
         "detr",
         "DetrForObjectDetection",
-        pixels(64),
+        pixels(160),
         "logits",
         {
             **PAIR,
