@@ -338,6 +338,6 @@ OWN = [
         "llama-tiny": {"seq": 64},
         "seq2seq-tiny": {},
         "unet-tiny": {},
-        "resnet-tiny": {"dropout": None},
+        "resnet-tiny": {"dropout": None, "image": 96},
     }.items()
 ]

@@ -246,8 +246,8 @@ VISION = entries(
             "use_pretrained_backbone": False,
             "backbone_config": {
                 "model_type": "resnet",
-                "hidden_sizes": [16, 24, 32, 48],
-                "depths": [1, 1, 1, 1],
+                "hidden_sizes": [32, 48, 64, 96],
+                "depths": [2, 2, 3, 2],
                 "embedding_size": 16,
                 "out_features": ["stage4"],
             },
