@@ -42,6 +42,10 @@ TOLERANCE = 0.02
 LEAST_SAVING = 0.01
 
 
+class BrokenError(Exception):
+    """The architecture cannot be trained with these versions, with or without leanstep."""
+
+
 def arguments():
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0],
@@ -64,6 +68,8 @@ def examine(entry):
         row |= judge(entry, row)
     except MissingError as error:
         row |= {"result": "missing", "reason": str(error)}
+    except BrokenError as error:
+        row |= {"result": "does not train", "reason": f"untouched, it raises {error}"}
     except leanstep.LeanstepError as error:
         row |= {"result": "refused", "reason": f"{type(error).__name__}: {error}"}
     except Exception as error:
@@ -73,8 +79,8 @@ def examine(entry):
 
 
 def judge(entry, row):
+    expected = untouched_steps(entry)
     model, batch, loss, optimizer = build(entry)
-    expected = train(*build(entry))
     profile = leanstep.profile(model, batch, loss, optimizer=optimizer)
     floor = floor_of(profile)
     budget = (floor.floor_bytes + profile.peak_bytes) // 2
@@ -90,7 +96,7 @@ def judge(entry, row):
     different = [*verdict.different, *compare(expected, train(model, batch, loss, optimizer))]
     if different and compare(expected, train(*build(entry))):
         reason = "two untouched twins from one seed differ: it draws fresh seeds as it runs"
-        return {"result": "refused", "reason": reason}
+        return {"result": "not repeatable", "reason": reason}
     row |= {
         "engines": Counter(decision.engine.value for decision in fitted.plan.decisions),
         "baseline_bytes": verdict.baseline_peak_bytes,
@@ -100,6 +106,15 @@ def judge(entry, row):
         "different": different[:5],
     }
     return found(row)
+
+
+def untouched_steps(entry):
+    try:
+        return train(*build(entry))
+    except MissingError:
+        raise
+    except Exception as error:
+        raise BrokenError(f"{type(error).__name__}: {error}") from error
 
 
 def found(row):

@@ -3,7 +3,7 @@
 from collections import Counter
 
 BAD = ("wrong numbers", "crash", "timeout", "over budget", "prediction off")
-REFUSED = ("refused", "no saving", "missing")
+REFUSED = ("refused", "no saving", "not repeatable", "does not train", "missing")
 
 HEAD = """# The zoo
 

@@ -19,8 +19,6 @@ def zoo() -> ModuleType:
     return zoo
 
 
-# Python 3.12 on: transformers compiles its docstrings' examples and warns of escapes in them.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
 @pytest.mark.parametrize("name", FEW)
 def test_three_steps_are_those_of_an_untouched_twin(zoo: ModuleType, name: str) -> None:
     row = zoo.examine(zoo.CATALOGUE[name])
@@ -37,10 +35,19 @@ def test_an_architecture_this_transformers_lacks_is_a_row(zoo: ModuleType) -> No
     assert row["result"] == "missing"
 
 
-def test_a_crash_is_a_row_with_its_trace(zoo: ModuleType) -> None:
+def test_a_model_that_does_not_train_untouched_is_told_apart_from_a_crash(zoo: ModuleType) -> None:
     entry = zoo.Entry("broken", "text", "BertForMaskedLM", dict, {"hidden_size": 7})
 
-    row = zoo.examine(entry)
+    assert zoo.examine(entry)["result"] == "does not train"
+
+
+def test_a_crash_is_a_row_with_its_trace(zoo: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args, **kwargs) -> None:
+        raise RuntimeError("lost")
+
+    monkeypatch.setattr(zoo.leanstep, "profile", fails)
+
+    row = zoo.examine(zoo.CATALOGUE["gpt2"])
 
     assert row["result"] == "crash"
     assert "Traceback" in row["trace"]
