@@ -11,7 +11,7 @@ from leanstep.engines.check import check_model, check_step
 from leanstep.errors import InputError, MeasureError
 from leanstep.estimator import estimated_profile
 from leanstep.imagine import Factory, Ingredients
-from leanstep.ir import Plan, Profile, Verdict
+from leanstep.ir import Fact, Graph, Plan, Profile, Verdict
 from leanstep.ir.check import check_blocks, check_graph
 from leanstep.marks import marks_of
 from leanstep.owners import refuse_owners
@@ -89,7 +89,7 @@ def profile_step(step: TrainingStep) -> Profile:
         company = Company()
         graph = record(step, signatures, attic=None if fits else Attic(), company=company)
         check_graph(graph)
-        rise = _measured_rise(step) if fits else 0
+        rise = _measured_rise(step, _repeats(graph)) if fits else 0
     costs, notes = measure(signatures.specs, signatures.that_write(graph), step.device)
     marks = marks_of(step.model)
     blocks = find_blocks(step.model, graph, [path for path, _ in marks])
@@ -113,10 +113,19 @@ def profile_step(step: TrainingStep) -> Profile:
     return _with_peak(draft, max(0, resident - static_bytes(draft)), rise)
 
 
-def _measured_rise(step: TrainingStep) -> int:
+def _repeats(graph: Graph) -> int:
+    """How many steps to measure: one, or several where sizes depend on the data.
+
+    A mixture of experts sends other numbers of tokens to each expert in every step, for dropout
+    alone.
+    """
+    return 4 if any(Fact.DYNAMIC_SHAPE in op.facts for op in graph.ops) else 1
+
+
+def _measured_rise(step: TrainingStep, repeats: int) -> int:
     """The peak above what is resident, by the allocator; 0 where it cannot be measured."""
     try:
-        return peak_rise_bytes(step.run, step.device)
+        return max(peak_rise_bytes(step.run, step.device) for _ in range(repeats))
     except MeasureError:
         return 0
 

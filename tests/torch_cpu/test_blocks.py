@@ -54,6 +54,52 @@ class Cell(nn.Module):
         return self.second(self.first(x).tanh()).tanh()
 
 
+class Pair(nn.Module):
+    """Two cells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Cell(), Cell()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+class Tower(nn.Module):
+    """A list of layers and one more."""
+
+    def __init__(self, layer: type[nn.Module], last: type[nn.Module] = nn.Tanh) -> None:
+        super().__init__()
+        self.layers, self.last = nn.ModuleList(layer() for _ in range(3)), last()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+class Heavy(nn.Module):
+    """A layer that saves more than a few cells do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(8):
+            x = x.sin()
+        return x
+
+
+def test_two_stacks_of_one_class_are_looked_through() -> None:
+    profile = profile_of(nn.Sequential(Tower(Pair), Tower(Pair)))
+
+    assert names(profile) == [f"{tower}.layers.{place}" for tower in (0, 1) for place in range(3)]
+
+
+@pytest.mark.parametrize("tower", [(Pair, Heavy), (Cell,)], ids=["much beside", "simple layers"])
+def test_a_list_of_layers_is_one_block(tower: tuple[type[nn.Module], ...]) -> None:
+    profile = profile_of(nn.Sequential(Tower(*tower), Tower(*tower)))
+
+    assert names(profile) == ["0", "1"]
+
+
 @pytest.mark.parametrize("name", BLOCKS)
 def test_the_blocks_of_a_model_are_what_a_person_would_name(name: str) -> None:
     built = models.build(name)

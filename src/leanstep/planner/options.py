@@ -5,7 +5,7 @@ out once for equal calls and moved along to the others.
 """
 
 import functools
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -33,6 +33,12 @@ GRAIN = 2e-5
 
 # Sets of a second kind in one call: every one costs planning time in all calls.
 FEW_SETS = 16
+
+# Simulations of one call times the storages in each, while looking for calmer replays: a scan over
+# time has hundreds of storages, and trying all of them again and again takes minutes. A call with
+# up to 64 of them is searched whole for eight rounds.
+MOST_WORK = 1 << 15
+LEAST_ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -232,8 +238,12 @@ def _with_calmer(profile: Profile, view: BlockGraph, known: CallOptions) -> Call
     bases, tops = base_levels(profile), base_levels(profile) + rises(profile.graph)
     *options, everything = known.options
     current, level = everything, _inner_level(view, bases, tops, everything)
-    for _ in range(len(everything.dropped)):
-        tried = filter(None, map(known.drop, _one_less(current.dropped, known.forced)))
+    tries = MOST_WORK // max(1, len(everything.dropped))
+    most = max(1, tries // LEAST_ROUNDS)
+    while tries > 0:
+        fewer = _one_less(current.dropped, known.forced, most=most)
+        tries -= len(fewer)
+        tried = filter(None, map(known.drop, fewer))
         levels = [(_inner_level(view, bases, tops, o), o.seconds, o) for o in tried]
         best = min(levels, key=lambda one: one[:2], default=None)
         if best is None or best[0] >= level:
@@ -275,10 +285,13 @@ def _bordered(profile: Profile, view: BlockGraph, dropped: frozenset[int]) -> Op
     return replace(option, drops_border=True, reads_border_early=early)
 
 
-def _one_less(dropped: frozenset[int], forced: frozenset[int]) -> Iterator[frozenset[int]]:
-    for number in sorted(dropped - forced):
-        if len(dropped) > 1:
-            yield dropped - {number}
+def _one_less(
+    dropped: frozenset[int], forced: frozenset[int], *, most: int
+) -> list[frozenset[int]]:
+    """The set without one of its storages, for each of them or for so many of them, spread out."""
+    numbers = sorted(dropped - forced) if len(dropped) > 1 else []
+    stride = -(-len(numbers) // most)
+    return [dropped - {number} for number in numbers[:: max(1, stride)]]
 
 
 def _inner_level(view: BlockGraph, bases: Positions, tops: Positions, option: Option) -> int:

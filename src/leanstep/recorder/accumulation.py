@@ -1,8 +1,9 @@
-"""Tell the sums that autograd's engine would do in place.
+"""Tell what autograd would do in place if nobody recorded it.
 
-When two gradients meet, the engine adds the second into the first if nobody else holds it. Under
-any dispatch mode it declines to, and a recording would show an allocation that never happens
-otherwise. So a recorded sum is judged here as the engine would judge it without the mode.
+When two gradients meet, the engine adds the second into the first if nobody else holds it. The
+backward of indexing (`gather`, `x[index]`, `max`, `sort`) writes into zeros it has just made. Under
+any dispatch mode both decline to, and a recording would show an allocation that never happens
+otherwise. So such an op is judged here as torch would judge it without the mode.
 """
 
 from collections.abc import Sequence
@@ -13,9 +14,20 @@ import torch
 from leanstep import torch_private
 from leanstep.ir import Value
 
+# What torch's own backward formulas call instead of the op in place while a mode is on.
+_SCATTERS = frozenset(
+    {
+        "aten.index_add.default",
+        "aten.index_put.default",
+        "aten.masked_scatter.default",
+        "aten.scatter.src",
+        "aten.scatter_add.default",
+    }
+)
 
-class EngineSums:
-    """Follow which node made which storage, and judge each sum in backward."""
+
+class InPlace:
+    """Follow which node made which storage, and judge each sum and scatter in backward."""
 
     def __init__(self) -> None:
         self._maker: dict[int, int] = {}
@@ -28,18 +40,26 @@ class EngineSums:
             self._maker.update((value.storage, number) for value in values)
 
     def sees(self, name: str, args: Sequence[Any], first: Value | None = None) -> bool:
-        """Say whether this op is a sum that the engine would do in place."""
-        if name != "aten.add.Tensor" or len(args) != 2 or not torch_private.in_backward():
+        """Say whether torch would do this op in place."""
+        if not torch_private.in_backward() or torch.is_grad_enabled() or first is None:
             return False
-        node, (old, new) = torch_private.current_node(), args
-        if node is None or not isinstance(new, torch.Tensor) or torch.is_grad_enabled():
+        node = torch_private.current_node()
+        if node is None:
             return False
-        own = first is not None and self._maker.get(first.storage) == torch_private.node_number(
-            node
-        )
+        own = self._maker.get(first.storage) == torch_private.node_number(node)
+        if name in _SCATTERS:
+            # A Function of the user's does what it says.
+            return own and not isinstance(node, torch.autograd.function.FunctionCtx)
+        return name == "aten.add.Tensor" and self._is_engines(node, args, own)
+
+    def _is_engines(self, node: Any, args: Sequence[Any], own: bool) -> bool:
+        """Whether a sum is one that the engine would do into its first summand."""
+        if len(args) != 2 or not isinstance(args[1], torch.Tensor):
+            return False
         if own and not _has_double_edge(node):
             # The node adds two results of its own: an op like any other.
             return False
+        old, new = args
         return old.shape == new.shape and _is_dense(old) and _counts(args) == self._alone
 
 

@@ -2,14 +2,16 @@
 
 A block is an outermost module that is repeated (its class occurs at least twice and it is more
 than one of torch's own layers) or large (a good share of what autograd saves). Containers are
-looked through: the four stages of a ResNet are not blocks, their residual blocks are. Where the
-layers of a Sequential are torch's own, a stretch from one weight to the next forms a block. A
+looked through: the four stages of a ResNet are not blocks, their residual blocks are. So are large
+modules that do little but call a list of like ones, as the encoder and the decoder of a T5. Where
+the layers of a Sequential are torch's own, a stretch from one weight to the next forms a block. A
 module that the user has marked is a block where it neither contains one nor lies in one. A model
 with none of these is one block.
 """
 
 from collections import Counter
 from collections.abc import Collection, Iterator
+from itertools import islice
 
 from torch import nn
 
@@ -21,6 +23,10 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 # A module that saves at least this share of the step's activations is a block of its own.
 LARGE_SHARE = 0.25
 
+# A module is a stack if its layers save at least this share of what it saves. A layer that mixes
+# experts stays one block: its attention and its router save more than the rest.
+STACK_SHARE = 0.8
+
 
 def find_blocks(model: nn.Module, graph: Graph, marked: Collection[str] = ()) -> tuple[Block, ...]:
     """Every call of every block, in the order of the step; `marked` are paths of modules."""
@@ -28,12 +34,15 @@ def find_blocks(model: nn.Module, graph: Graph, marked: Collection[str] = ()) ->
     called = {call.path for call in graph.calls}
     shares = _saved_shares(graph)
     repeated = Counter(type(m) for path, m in modules.items() if path in called and _is_unit(m))
+    stacks = {type(m) for path, m in modules.items() if _is_stack(path, m, shares)}
     paths: list[str] = []
     stretches: list[tuple[str, tuple[str, ...]]] = []
     for path, module in modules.items():
         if path not in called or _is_inside(path, paths, stretches):
             continue
         is_repeated = _is_unit(module) and repeated[type(module)] >= 2
+        if type(module) in stacks and path not in marked:
+            continue
         is_wanted = path in marked and _is_alone(path, module, modules, repeated)
         if path and (
             is_repeated or is_wanted or _is_large(path, module, modules, shares, repeated)
@@ -90,6 +99,26 @@ def _is_alone(
     inner = (m for p, m in modules.items() if p.startswith(f"{path}."))
     has_blocks = any(_is_unit(m) and repeated[type(m)] >= 2 for m in inner)
     return not has_blocks and "forward" not in vars(module)
+
+
+def _is_stack(path: str, module: nn.Module, shares: dict[str, float]) -> bool:
+    """Whether nearly all of a large module is a list of like modules: those are the blocks then.
+
+    Small ones are blocks, and so is a list of simple ones, such as the convolutions of a residual
+    block: inside a block more can be dropped than at its border.
+    """
+    if not path or not _is_unit(module) or shares.get(path, 0.0) < LARGE_SHARE:
+        return False
+    layers = [
+        (f"{path}.{name}.{place}", layer)
+        for name, child in module.named_children()
+        if _is_container(child)
+        for place, layer in child.named_children()
+        if _is_unit(layer) and any(map(_is_unit, islice(layer.modules(), 1, None)))
+    ]
+    kinds = Counter(type(layer) for _, layer in layers)
+    inside = sum(shares.get(p, 0.0) for p, layer in layers if kinds[type(layer)] >= 2)
+    return inside >= STACK_SHARE * shares[path]
 
 
 def _stretches(module: nn.Sequential) -> Iterator[tuple[str, ...]]:

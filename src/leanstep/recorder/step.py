@@ -19,7 +19,7 @@ import torch
 from leanstep import torch_private
 from leanstep.eager import uncompiled
 from leanstep.ir import Category, Fact, Graph, ModuleCall, Op, Phase, Save, Storage, Unpack, Value
-from leanstep.recorder.accumulation import EngineSums
+from leanstep.recorder.accumulation import InPlace
 from leanstep.recorder.attic import Attic
 from leanstep.recorder.company import Company
 from leanstep.recorder.facts import (
@@ -84,7 +84,7 @@ class StepRecording(torch_private.TorchDispatchMode):
         self._stack: list[int] = [-1]
         self._occurrences: dict[str, int] = {}
         self._origins: dict[int, tuple[int, str]] = {}
-        self._sums = EngineSums()
+        self._in_place = InPlace()
         self._generator: int | None = None
         self._draw_order = DrawOrder()
         self._started = 0
@@ -124,7 +124,7 @@ class StepRecording(torch_private.TorchDispatchMode):
         cost = self.signatures.add(func, args, kwargs)
         if Fact.RANDOM in facts and self._draw_jumps():
             facts = (*facts, Fact.OWN_GENERATOR)
-        sums_in_place = self._sums.sees(info.name, args, reads[0] if reads else None)
+        is_in_place = self._in_place.sees(info.name, args, reads[0] if reads else None)
         with self.meter.op():
             self._started += 1
             try:
@@ -132,7 +132,9 @@ class StepRecording(torch_private.TorchDispatchMode):
             except BaseException:
                 self._started -= 1
                 raise
-        if sums_in_place:
+        spared = 0
+        if is_in_place:
+            spared = self.meter.nbytes(out)
             self.book.replace(out, reads[0].storage)
             written = [reads[0].storage]
         writes = [self.book.write(number) for number in written]
@@ -141,7 +143,7 @@ class StepRecording(torch_private.TorchDispatchMode):
             reads, writes = self._with_generator(reads, writes)
             self._note_draw()
         call, source = self._origin()
-        self._sums.wrote(writes)
+        self._in_place.wrote(writes)
         self.ops.append(
             Op(
                 name=info.name,
@@ -150,7 +152,7 @@ class StepRecording(torch_private.TorchDispatchMode):
                 source=source,
                 reads=tuple(dict.fromkeys(reads)),
                 writes=tuple(writes),
-                rise_bytes=-1 if not sums_in_place else 0,
+                rise_bytes=-spared,
                 cost=cost,
                 facts=self._facts(facts, written),
             )
@@ -334,7 +336,7 @@ class StepRecording(torch_private.TorchDispatchMode):
         """The recording as a frozen graph; call it after the step and outside the mode."""
         rises = iter(self.meter.rises())
         ops = tuple(
-            dataclasses.replace(op, rise_bytes=max(0, rise if op.rise_bytes < 0 else op.rise_bytes))
+            dataclasses.replace(op, rise_bytes=max(0, rise + op.rise_bytes))
             for op, rise in zip(self.ops, rises, strict=True)
         )
         # What autograd still holds at the end belongs to a branch that backward never reached.
