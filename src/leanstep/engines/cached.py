@@ -101,7 +101,7 @@ def make_template(
 ) -> Template | None:
     """Turn a recorded call into a template, if a later call can find all its sources."""
     recorder = call.recorder
-    if recorder.depends_on_data or call.takes_copies or call.writes_border:
+    if recorder.depends_on_data or call.takes_copies or call.writes_border or call.is_asked_early:
         return None
     if not recorder.device_draws.follow(start):
         # There is no place to count the draws of later calls from.

@@ -72,6 +72,7 @@ class Context:
         "_sources",
         "block_name",
         "borders",
+        "early",
         "gate",
         "observer",
         "on_backward",
@@ -92,6 +93,8 @@ class Context:
         self._session: Session | None = None
         self._pinned: dict[Value, Source] = {}
         self._gone: list[Value] = []
+        # Answers requests that come while forward still runs: a block may take gradients itself.
+        self.early: Callable[[Ref], torch.Tensor] | None = None
 
     def anew(self) -> "Context":
         """A context for the same call run a second time."""
@@ -159,6 +162,8 @@ class Context:
         value, session = ref.value, self._session
         if value in self._pinned:
             return ref.of(self._pinned[value].unchanged(self.block_name))
+        if session is None and self.early is not None:
+            return self.early(ref)
         if session is None:
             raise ReplayError(
                 f"{self.block_name} runs backward inside its own forward, through tensors that the "

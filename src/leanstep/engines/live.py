@@ -47,6 +47,8 @@ class LiveCall:
         self._proved: set[Value] = set()
         self._pinned: set[Value] = set()
         self.borders: list[tuple[int, Ref]] = []
+        self.is_asked_early = False
+        context.early = self._rebuild_early
 
     def run(
         self,
@@ -80,8 +82,27 @@ class LiveCall:
         """Whether something a dropped value starts from was overwritten during the call."""
         return bool(self._copies)
 
+    def _rebuild_early(self, ref: Ref) -> torch.Tensor:
+        """Replay a dropped value while the call still runs, from what it has recorded so far."""
+        self.is_asked_early = True
+        paused, self.recorder.paused = self.recorder.paused, True
+        try:
+            reruns = [op.rerun for op in self.recorder.ops.values()]
+            program = build_program(reruns, {ref.value: 1}, self)
+            context = Context(self.context.block_name, self.context.on_backward)
+            sources = {
+                value: context.source(self.source(value))
+                for value in program.all_sources
+                if value.storage != GENERATOR
+            }
+            context.fill(program, self.ops_of(program), sources, self.random_state)
+            return context.rebuild(ref, first_time=True)
+        finally:
+            self.recorder.paused = paused
+
     def _close(self) -> None:
         """Let go of every tensor: autograd holds the hooks, and they hold this call."""
+        self.context.early = None
         self.recorder.close()
         self._kept.clear()
         self._copies.clear()

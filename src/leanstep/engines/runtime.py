@@ -133,7 +133,7 @@ class BlockRuntime:
         drops_nothing = is_replayed and not decision.drop and not decision.border_in
         if decision.engine is Engine.UNTOUCHED or drops_nothing:
             return forward(module, *args, **kwargs)
-        if is_replayed and saving_hooks_are_set():
+        if saving_hooks_are_set():
             # Ours would take what the user's mean to drop or to move.
             self.watch.yields(self.name)
             return forward(module, *args, **kwargs)
