@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from twins import different
 
 import leanstep
 from leanstep import recipes as table
@@ -156,12 +157,7 @@ def differences(case, plan: Plan, steps: int) -> list[str]:
     applied = apply(model, plan)
     got = case.train(model, steps)
     applied.remove()
-    return [
-        f"step {step}: {name}"
-        for step, (old, new) in enumerate(zip(expected, got, strict=True))
-        for name in old
-        if old[name] != new.get(name)
-    ]
+    return different(expected, got)
 
 
 def replayed_ops(case, plan: Plan, *, warm_steps: int) -> dict[str, int]:

@@ -42,11 +42,11 @@ class Again:
     """What a second run needs.
 
     `check` is called before it, and raises if it would not be like the first; `written` are the
-    buffers that a run writes.
+    buffers that a run writes, each with whether the second needs it as it was.
     """
 
     check: Callable[[], None]
-    written: list[torch.Tensor]
+    written: list[tuple[torch.Tensor, bool]]
 
 
 def run_checkpointed(
@@ -114,22 +114,27 @@ class _CheckpointedCall:
 class _Start:
     """How things stood when forward began, as far as forward can change them.
 
-    `written` are the buffers that it writes.
+    `written` are the buffers that it writes, each with whether a second run needs it as it was:
+    what batch norm puts out in training does not depend on its statistics.
     """
 
     def __init__(
-        self, module: torch.nn.Module, arguments: list[Any], written: list[torch.Tensor]
+        self,
+        module: torch.nn.Module,
+        arguments: list[Any],
+        written: list[tuple[torch.Tensor, bool]],
     ) -> None:
         self.module = module
         self.draws = other_random_states()
         self.attributes = _Attributes(module)
         arguments = [leaf for leaf in arguments if isinstance(leaf, torch.Tensor)]
         # Of what the block writes there are copies: it may be written again.
-        copied = set(map(id, written))
-        buffers = (buffer for buffer in module.buffers() if id(buffer) not in copied)
+        own = {id(buffer) for buffer, _ in written}
+        buffers = (buffer for buffer in module.buffers() if id(buffer) not in own)
         self._read = [*arguments, *module.parameters(), *buffers]
         self._versions: list[int] = []
-        self.buffers = [(buffer, _copy(buffer)) for buffer in written]
+        self.written = [buffer for buffer, _ in written]
+        self.copies = [(buffer, _copy(buffer)) for buffer, needed in written if needed]
 
     def ended(self) -> None:
         """Note that forward has ended; what is written from now on would change a second run."""
@@ -143,16 +148,15 @@ class _Start:
                 "leanstep: an argument, weight or buffer of a block that backward runs again was "
                 "changed in place after its forward. Change it after backward, or keep the block."
             )
-        now, copies = _Attributes(self.module), [(b, _copy(b)) for b, _ in self.buffers]
+        now, copies = _Attributes(self.module), [(b, _copy(b)) for b in self.written]
         self.attributes.put_back()
-        try:
-            with same_versions_after([buffer for buffer, _ in self.buffers]):
-                _fill(self.buffers)
+        with same_versions_after(self.written):
+            try:
+                _fill(self.copies)
                 with same_other_draws(self.draws):
                     yield
-        finally:
-            now.put_back()
-            with same_versions_after([buffer for buffer, _ in copies]):
+            finally:
+                now.put_back()
                 _fill(copies)
 
 

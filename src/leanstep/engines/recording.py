@@ -105,9 +105,9 @@ class RecordedOp:
 class CallRecorder(torch_private.TorchDispatchMode):
     """The dispatch mode that writes down one block call.
 
-    `written` are the addresses of storages from outside that the call writes, `draws_apart` says
-    that it draws from a generator of its own. `recipes` names the storages that may come back by a
-    cheap replay.
+    `written` are the addresses of storages from outside that the call writes, each with whether
+    that can change what it computes; `draws_apart` says that it draws from a generator of its own.
+    `recipes` names the storages that may come back by a cheap replay.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class CallRecorder(torch_private.TorchDispatchMode):
         self.names: list[str] = []
         self.depends_on_data = False
         self.draws_apart = False
-        self.written: set[int] = set()
+        self.written: dict[int, bool] = {}
         self.paused = False
         self._seen: dict[str, int] = {}
         self._draws = 0
@@ -207,7 +207,9 @@ class CallRecorder(torch_private.TorchDispatchMode):
             reads.append(value)
             if is_written:
                 if value.storage in self._outside_numbers:
-                    self.written.add(torch_private.storage_address(tensor))
+                    address = torch_private.storage_address(tensor)
+                    matters = info.name not in STATISTICS_ARE_OPTIONAL
+                    self.written[address] = self.written.get(address, False) or matters
                 self._before_write(value, tensor)
                 written[value.storage] = None
         return reads, list(written)

@@ -95,14 +95,17 @@ class WholeModule:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A kind of call that may run again, and the buffers that it writes: module and name."""
+    """A kind of call that may run again, and the buffers that it writes.
+
+    Each by the number of its module, its name, and whether a second run needs it as it was.
+    """
 
     state: list[Any]
-    written: list[tuple[int, str]]
+    written: list[tuple[int, str, bool]]
 
-    def buffers(self, modules: list[torch.nn.Module]) -> list[torch.Tensor]:
-        """The buffers to put back for a second run."""
-        return [modules[number].get_buffer(name) for number, name in self.written]
+    def buffers(self, modules: list[torch.nn.Module]) -> list[tuple[torch.Tensor, bool]]:
+        """The buffers that the call writes, each with whether a second run needs it as it was."""
+        return [(modules[number].get_buffer(name), needed) for number, name, needed in self.written]
 
 
 class _Look:
@@ -115,7 +118,7 @@ class _Look:
         self._arguments, self._modules = arguments, modules
         self._buffers = _buffers(modules)
         self.is_repeatable = False
-        self.written: list[tuple[int, str]] = []
+        self.written: list[tuple[int, str, bool]] = []
 
     def __call__(self, call: LiveCall) -> None:
         recorder = call.recorder
@@ -123,16 +126,16 @@ class _Look:
         addresses = set[int]()
         for number, module in enumerate(self._modules):
             for name, buffer in module.named_buffers(recurse=False):
-                is_written = storage_address(buffer) in recorder.written
-                if is_written:
-                    addresses.add(storage_address(buffer))
+                address = storage_address(buffer)
+                if address in recorder.written:
+                    addresses.add(address)
                 # Where data say the path, another call may write what this one has not.
-                if is_written or recorder.depends_on_data:
-                    self.written.append((number, name))
+                if address in recorder.written or recorder.depends_on_data:
+                    self.written.append((number, name, recorder.written.get(address, True)))
         is_exchanged = _buffers(self._modules) != self._buffers
         self.is_repeatable = (
             all(found)
-            and addresses == recorder.written
+            and addresses == recorder.written.keys()
             and not is_exchanged
             and not recorder.draws_apart
         )
