@@ -179,3 +179,20 @@ def test_timing_leaves_the_random_state_alone(cold: Path, timed: list[str]) -> N
 
     assert timed
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_op_that_checks_its_input_is_not_tried_on_a_made_up_one(
+    cold: Path, timed: list[str]
+) -> None:
+    class Checked(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            # On CUDA a failed check ends the process, and zeros would fail it.
+            torch._assert_async((out.abs() < 1e9).all())
+            return out
+
+    profile = leanstep.profile(Checked(8, 8), torch.randn(4, 8), sum_of_output)
+
+    assert any("_assert_async" in op.name for op in profile.graph.ops)
+    assert not any("_assert_async" in call for call in timed)
+    assert not profile.notes
