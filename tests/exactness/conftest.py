@@ -30,6 +30,13 @@ def reproducible() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """On a GPU torch warns of every kernel that cannot be run in a fixed order; some cannot."""
+    for item in items if DEVICE == "cuda" else ():
+        for text in ("Flash Attention defaults", "Memory Efficient attention", ".*deterministic"):
+            item.add_marker(pytest.mark.filterwarnings(f"ignore:{text}"))
+
+
 def plan_at_floor(case: twins.Case) -> tuple[torch.nn.Module, Applied]:
     """The model by the public doors, at the least budget that can be held."""
     model = case.fresh()
@@ -53,17 +60,20 @@ WAYS: dict[str, Callable] = {
 def check_same(case: twins.Case, *, ways: list[str] | None = None, steps: int = STEPS) -> None:
     """Train untouched and in every way of running a plan; nothing may differ."""
     expected = case.train(case.fresh(), steps)
-    spread = set()
-    if DEVICE == "cuda":
-        # What the untouched model does not repeat itself cannot be asked of the planned one.
-        spread = set(twins.different(expected, case.train(case.fresh(), steps)))
     for way in ways or WAYS:
+        if DEVICE == "cuda" and way == "replay, some dropped":
+            # Left to the CPU: the suite shall take minutes here.
+            continue
         model, applied = WAYS[way](case)
         try:
             got = case.train(model, steps)
         finally:
             applied.remove()
-        apart = [name for name in twins.different(expected, got) if name not in spread]
+        apart, spread = twins.different(expected, got), set()
+        if apart and DEVICE == "cuda":
+            # What the untouched model does not repeat cannot be asked of the planned one.
+            spread = set(twins.different(expected, case.train(case.fresh(), steps)))
+            apart = [name for name in apart if name not in spread]
         assert not apart, f"{way}: {len(apart)} differ, first {apart[:4]}"
         assert twins.close(expected, got, spread), f"{way}: further apart than runs of eager"
 
