@@ -145,7 +145,8 @@ def test_beside_a_profiler_written_in_c_calls_are_recorded(lab):
     names = {entry.code.co_name for entry in profiler.getstats() if hasattr(entry.code, "co_name")}
 
     assert "plain" in names
-    assert reused(model) == 0
+    # Since 3.12 it leaves the interpreter's profiling to others, and calls can be watched.
+    assert sys.version_info >= (3, 12) or reused(model) == 0
     case.train(model, STEPS)
     assert reused(model) > 0
     applied.remove()

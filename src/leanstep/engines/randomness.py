@@ -5,6 +5,7 @@ On the CPU the generator is a long state that every draw moves on: a replay star
 at the block's start and draws in order.
 """
 
+import functools
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -80,14 +81,24 @@ def cuda_state(device_index: int) -> CudaDraw:
 
 @contextmanager
 def cuda_draws_from(draw: CudaDraw) -> Iterator[None]:
-    """Let the CUDA generator stand where it stood, for a while."""
+    """Let the CUDA generator stand where it stood, for a while.
+
+    Another generator lends it a state. Moving its own would tell cuDNN's recurrent layers to draw
+    a new seed for their dropout.
+    """
     generator = torch.cuda.default_generators[draw.device_index]
-    now = cuda_state(draw.device_index)
-    _move(generator, draw, now.seed)
+    own, lent = generator.graphsafe_get_state(), _lender(draw.device_index)
+    _move(lent, draw, lent.initial_seed())
+    generator.graphsafe_set_state(lent)
     try:
         yield
     finally:
-        _move(generator, now, draw.seed)
+        generator.graphsafe_set_state(own)
+
+
+@functools.cache
+def _lender(device_index: int) -> torch.Generator:
+    return torch.Generator(torch.device("cuda", device_index))
 
 
 def set_cuda_state(draw: CudaDraw) -> None:
