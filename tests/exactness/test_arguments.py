@@ -252,6 +252,53 @@ def test_a_cache_that_the_block_writes(lab, detached):
     lab.check_same(lab.Case(make))
 
 
+def attending(self, x, cache, layer):
+    keys = cache.update(layer, self.a(x))
+    return x + self.b(torch.softmax(x @ keys.T / 7, -1) @ keys)
+
+
+class Decoder:
+    """Builds a stack whose blocks share a cache, as decoders do; at some steps it is not new."""
+
+    def __init__(self, lab, is_new):
+        class Decoding(lab.Stack):
+            def forward(self, x, index=0):
+                cache = Cache()
+                if not is_new(index):
+                    cache.update(1, x[: index + 1] * 0.5)
+                for layer, block in enumerate(self.blocks):
+                    x = block(x, cache, layer)
+                return x
+
+        self.make = lambda: Decoding([lab.Block(attending) for _ in range(3)])
+
+    @staticmethod
+    def step(model, optimizer, batch, index):
+        loss = model(batch * 0.1, index).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        return [loss]
+
+
+@pytest.mark.parametrize(
+    "is_new", [lambda index: True, lambda index: index not in (5, 6, 9)], ids=["always", "mostly"]
+)
+def test_a_cache_that_is_passed_along_in_training(lab, is_new):
+    decoder = Decoder(lab, is_new)
+    lab.check_same(lab.Case(decoder.make, whole_step=decoder.step), steps=12)
+
+
+def test_calls_with_a_cache_run_by_their_recording(lab):
+    from leanstep.engines.attach import _runners
+
+    decoder = Decoder(lab, lambda index: True)
+    case = lab.Case(decoder.make, whole_step=decoder.step)
+    model, applied = case.fitted()
+    case.train(model, 8)
+    assert _runners[model.blocks[1]].replays[0].reused >= 3
+    applied.remove()
+
+
 def test_tensors_in_an_object_that_is_read(lab):
     class Bag:
         def __init__(self, x):

@@ -7,6 +7,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import leanstep  # noqa: E402
+from leanstep.engines.attach import _runners  # noqa: E402
 
 WIDTH = 64
 WIDE = 8 * WIDTH
@@ -76,3 +77,25 @@ def test_the_peak_of_sizes_that_change_is_the_largest_of_several_steps():
 
     assert verdict.exact
     assert verdict.within_budget
+
+
+def test_a_decoder_that_passes_a_cache_along_runs_by_its_recordings():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=200,
+    )
+    model = transformers.LlamaForCausalLM(config).train()
+    ids = torch.randint(0, 200, (4, 64))
+    batch = {"input_ids": ids, "labels": ids}
+    fitted = leanstep.fit(model, batch, budget="80%", verify=False)
+    for _ in range(8):
+        model(**batch).loss.backward()
+    replays = [_runners[m].replays[0] for m in model.modules() if m in _runners]
+    assert replays
+    assert all(replay.reused >= 3 for replay in replays)
+    fitted.remove()

@@ -7,16 +7,20 @@ hold reaches the ops as an input. A value of unknown kind has no look.
 
 import functools
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Collection
+from collections.abc import Collection, Container
 from enum import Enum
 from types import (
     BuiltinFunctionType,
     CellType,
     CodeType,
     FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodDescriptorType,
     MethodType,
     ModuleType,
     SimpleNamespace,
+    WrapperDescriptorType,
 )
 from typing import Any
 
@@ -24,11 +28,16 @@ import torch
 from torch import nn
 
 from leanstep.engines.reach import contents, is_torch, is_users, named_parts
+from leanstep.torch_private import storage_address
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _SEQUENCES = (list, tuple, deque, torch.Size)
 _MAPPINGS = (dict, OrderedDict, defaultdict)
-_ITSELF = (type, ModuleType, CodeType, torch.dtype, torch.device, Enum)
+_ITSELF = (
+    *(type, ModuleType, CodeType, torch.dtype, torch.device, Enum),
+    # What stands in a class for attributes that are kept in C; the values are the objects' parts.
+    *(GetSetDescriptorType, MemberDescriptorType, WrapperDescriptorType, MethodDescriptorType),
+)
 
 # Objects of these modules are read by their methods alone, and those count as pure.
 _OPAQUE = frozenset(("logging", "re", "pathlib", "typing", "warnings", "functools", "abc"))
@@ -43,10 +52,19 @@ class UncacheableError(Exception):
 
 
 class Looks:
-    """Look at values, at those attributes of objects that have one of the names; None: at all."""
+    """Look at values, at those attributes of objects that have one of the names; None: at all.
 
-    def __init__(self, names: Collection[str] | None) -> None:
-        self._names = names
+    The classes of objects are collected in `kinds`. Tensors must lie `apart_from` others, which
+    are given by the addresses of their storages.
+    """
+
+    def __init__(
+        self,
+        names: Collection[str] | None,
+        kinds: set[type] | None = None,
+        apart_from: Container[int] = frozenset(),
+    ) -> None:
+        self._names, self.kinds, self.apart_from = names, kinds, apart_from
 
     def of(self, value: Any) -> Any:
         """The look of a value."""
@@ -70,6 +88,9 @@ class _Look:
         if isinstance(value, _ITSELF):
             return value
         if isinstance(value, torch.Tensor):
+            if self._looks.apart_from and storage_address(value) in self._looks.apart_from:
+                # An op that reads the one or the other: which is not to be told.
+                raise UncacheableError("a tensor that is an argument too")
             return (torch.Tensor, tuple(value.shape), value.dtype, value.requires_grad)
         self._parts += 1
         if self._parts > _MOST_PARTS:
@@ -120,6 +141,8 @@ class _Look:
         is_open = hasattr(value, "__dict__") or any("__slots__" in vars(k) for k in kind.__mro__)
         if hasattr(value, "__next__") or not is_open:
             raise UncacheableError(f"an iterator or something closed, {kind.__name__}")
+        if self._looks.kinds is not None:
+            self._looks.kinds.add(kind)
         return (kind, self._at_parts(value))
 
     def _at_derived(self, value: Any) -> Any:

@@ -156,7 +156,7 @@ def _is_pure(module_name: str) -> bool:
 class Reach:
     """The functions that ran, found from a block's modules, and the places of what they name."""
 
-    def __init__(self, modules: Iterable[nn.Module], executed: Executed) -> None:
+    def __init__(self, roots: Iterable[nn.Module | type], executed: Executed) -> None:
         self.executed = executed
         self.names = frozenset[str]().union(*map(names_in, executed.codes))
         self.globals: dict[tuple[int, str], tuple[Mapping[str, Any], str]] = {}
@@ -166,8 +166,8 @@ class Reach:
         self._pending: list[Any] = []
         self._visited: set[int] = set()
         self._alive: list[Any] = []
-        for module in modules:
-            self._add(module)
+        for root in roots:
+            self._add(root)
         while self._pending:
             self._visit(self._pending.pop())
         self._alive.clear()

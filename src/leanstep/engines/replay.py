@@ -68,6 +68,7 @@ class Replayer:
         self.reused = 0
         self._entries: dict[Any, _Entry] = {}
         self._executed = Executed()
+        self._kinds: set[type] = set()
         self._watch: Watch | None = None
 
     def run(
@@ -87,9 +88,9 @@ class Replayer:
                 # Its attributes are out of sight, and torch.jit changes its ops from run to run.
                 self.always_record = True
                 return self._record(context, forward, (module, *args), kwargs, _learn_nothing)
-            self._watch = Watch(modules, self._executed)
+            self._watch = Watch(modules, self._executed, self._kinds)
         try:
-            key, arguments = call_key(args, kwargs)
+            key, arguments = call_key(args, kwargs, self._kinds)
             state = self._watch.state()
         except UncacheableError:
             return self._record(context, forward, (module, *args), kwargs, _learn_nothing)
@@ -105,7 +106,8 @@ class Replayer:
                 return out
             except BaseException:
                 self.always_record |= bool(call.surprise)
-                if not call.surprise or not rewind.go_back(arguments):
+                is_same = _has_key(key, args, kwargs)
+                if not call.surprise or not is_same or not rewind.go_back(arguments):
                     raise
             # Out of the handler: it holds the frames of the first run, and what they made.
             return self._record(context.anew(), forward, (module, *args), kwargs, _learn_nothing)
@@ -168,7 +170,7 @@ class Replayer:
                 self.always_record = True
                 return
             # The call may have made modules or attributes that were not there before.
-            watch = self._watch = Watch(list(forward.module.modules()), self._executed)
+            watch = self._watch = Watch(list(forward.module.modules()), self._executed, self._kinds)
             self.always_record = bool(watch.missing)
             template = make_template(call, arguments, watch.modules, start)
             if template is None or self.always_record or not forward.is_seen:
@@ -202,6 +204,14 @@ class Replayer:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+
+def _has_key(key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call's arguments still look the same: it may have changed an object."""
+    try:
+        return bool(call_key(args, kwargs, set())[0] == key)
+    except UncacheableError:
+        return False
 
 
 def _learn_nothing(call: LiveCall) -> None:

@@ -7,7 +7,7 @@ torch's modes, and whatever the user's functions name that ran in the calls so f
 closures, defaults, attributes of objects and of classes.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -23,12 +23,19 @@ _MISSING = object()
 _MODULE_OWN = frozenset(vars(nn.Module()))
 
 
-def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[torch.Tensor]]:
-    """What a call's arguments and torch's modes look like, and its tensor arguments."""
+def call_key(
+    args: tuple[Any, ...], kwargs: dict[str, Any], kinds: set[type] | None = None
+) -> tuple[Any, list[torch.Tensor]]:
+    """What a call's arguments and torch's modes look like, and its tensor arguments.
+
+    Objects (a cache of keys and values, say) are looked into where their `kinds` are collected.
+    The call may change them: whoever means to run it a second time must not ask for that.
+    """
     leaves, structure = tree_flatten((args, kwargs))
     tensors: list[torch.Tensor] = []
     looks: list[Any] = []
     first_with: dict[int, int] = {}
+    objects: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             # Two arguments with one storage are two sources in a call where they are not.
@@ -38,8 +45,12 @@ def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[t
         elif isinstance(leaf, (*PLAIN, torch.dtype, torch.device)):
             # True equals 1 and 1 equals 1.0, but an op may treat them differently.
             looks.append((type(leaf), leaf))
+        elif kinds is not None:
+            objects.append(leaf)
         else:
             raise UncacheableError(type(leaf).__name__)
+    if kinds is not None:
+        looks.extend(Looks(None, kinds, apart_from=first_with).of(leaf) for leaf in objects)
     return (structure, tuple(looks), _modes()), tensors
 
 
@@ -73,11 +84,16 @@ def _modes() -> tuple[Any, ...]:
 
 
 class Watch:
-    """All that the ops of a block's calls can depend on, beside the arguments."""
+    """All that the ops of a block's calls can depend on, beside the arguments.
 
-    def __init__(self, modules: list[nn.Module], executed: Executed) -> None:
+    `kinds` are the classes of objects among these.
+    """
+
+    def __init__(
+        self, modules: list[nn.Module], executed: Executed, kinds: Iterable[type] = ()
+    ) -> None:
         self.modules = modules
-        reach = Reach(modules, executed)
+        reach = Reach([*modules, *kinds], executed)
         self.missing = reach.missing
         self._looks = Looks(None if executed.any_name else reach.names)
         self._owners = [vars(module) for module in modules]
