@@ -1,0 +1,43 @@
+"""Bugs that a fourth review found."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+
+def body(s, x):
+    return x + s.b(F.gelu(s.a(x)))
+
+
+def averaging(block):
+    block.norm = torch.nn.BatchNorm1d(48, momentum=None)
+
+
+def reads_after(s, x):
+    return body(s, s.norm(x)) * (1 + s.norm.running_mean)
+
+
+def reads_before(s, x):
+    mean = s.norm.running_mean.clone()
+    return body(s, s.norm(x)) * (1 + mean)
+
+
+def reads_where_data_say(s, x):
+    y = body(s, s.norm(x))
+    return y * (1 + s.norm.running_mean) if int(s.norm.num_batches_tracked) > 4 else y
+
+
+@pytest.mark.parametrize("forward", [reads_after, reads_before, reads_where_data_say])
+def test_statistics_that_a_block_reads_are_as_they_were_in_its_second_run(lab, forward) -> None:
+    case = lab.Case(lambda: lab.stack_of(forward, change=averaging))
+
+    assert case.differences(lab.MODULE, steps=8) == []
+
+
+@pytest.mark.parametrize("forward", [reads_after, reads_before, reads_where_data_say])
+def test_copies_of_statistics_count_in_the_peak(lab, forward) -> None:
+    case = lab.Case(lambda: lab.stack_of(forward, change=averaging), batch=torch.randn(1024, 48))
+
+    predicted, measured = case.peaks(lab.MODULE)
+
+    assert measured <= predicted <= 1.01 * measured
