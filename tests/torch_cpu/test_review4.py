@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import leanstep
+
 
 def body(s, x):
     return x + s.b(F.gelu(s.a(x)))
@@ -41,3 +43,20 @@ def test_copies_of_statistics_count_in_the_peak(lab, forward) -> None:
     predicted, measured = case.peaks(lab.MODULE)
 
     assert measured <= predicted <= 1.01 * measured
+
+
+def test_an_override_that_runs_blocks_again_is_not_said_to_change_nothing(lab) -> None:
+    model = lab.stack_of(body)
+    overrides = {"blocks.*": "recompute"}
+
+    fitted = leanstep.fit(
+        model,
+        torch.randn(64, 48),
+        lab.mean_square,
+        engine="module",
+        overrides=overrides,
+        budget="100%",
+    )
+
+    assert {decision.engine for decision in fitted.plan.decisions} == {lab.MODULE}
+    assert not any("changes nothing" in note for note in fitted.plan.notes)
