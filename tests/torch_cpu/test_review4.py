@@ -45,6 +45,31 @@ def test_copies_of_statistics_count_in_the_peak(lab, forward) -> None:
     assert measured <= predicted <= 1.01 * measured
 
 
+def normed(s, x):
+    return body(s, torch.tanh(s.norm(x)))
+
+
+def plain_norm(block):
+    block.norm = torch.nn.BatchNorm1d(48)
+
+
+@pytest.mark.parametrize("engine", ["REPLAY", "MODULE"])
+def test_statistics_that_move_between_forward_and_backward_do_not_change_a_replay(
+    lab, engine
+) -> None:
+    def step(model, batch):
+        model.eval()
+        value = lab.mean_square(model, batch)
+        model.train()
+        value = value + lab.mean_square(model, batch * 2)
+        value.backward()
+        return [value]
+
+    case = lab.Case(lambda: lab.stack_of(normed, change=plain_norm), step=step)
+
+    assert case.differences(getattr(lab, engine), steps=7) == []
+
+
 def test_an_override_that_runs_blocks_again_is_not_said_to_change_nothing(lab) -> None:
     model = lab.stack_of(body)
     overrides = {"blocks.*": "recompute"}

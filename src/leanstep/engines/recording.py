@@ -30,6 +30,7 @@ from leanstep.recorder.facts import (
     OpInfo,
     call_facts,
     op_info,
+    statistics_of,
     tensor_arguments,
     tensors_in,
     written_names,
@@ -133,6 +134,7 @@ class CallRecorder(torch_private.TorchDispatchMode):
         self.draws_apart = False
         self._written: set[int] = set()
         self._matters: set[int] = set()
+        self._statistics: set[int] = set()
         self.paused = False
         self._seen: dict[str, int] = {}
         self._draws = 0
@@ -202,6 +204,7 @@ class CallRecorder(torch_private.TorchDispatchMode):
     ) -> tuple[list[Value], list[int]]:
         reads: list[Value] = []
         written: dict[int, None] = {}
+        self._statistics.update(statistics_of(info, args, kwargs))
         for tensor, is_written in tensor_arguments(info, args, kwargs):
             value = self.value_of(tensor)
             reads.append(value)
@@ -244,6 +247,10 @@ class CallRecorder(torch_private.TorchDispatchMode):
         self.book.close()
         self.outside.clear()
         self._before_write = _ignore_write
+
+    def is_statistic(self, tensor: torch.Tensor) -> bool:
+        """Whether batch norm may write a tensor later on, which no version tells."""
+        return torch_private.storage_address(tensor) in self._statistics
 
     def is_outside(self, storage: int) -> bool:
         """Whether a storage was there before the call."""
