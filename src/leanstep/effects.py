@@ -139,6 +139,7 @@ class _ReplayEffect:
                 until[source.storage] = max(until.get(source.storage, 0), release)
         ends = max(until.values(), default=block.stop)
         self.shifts.append(Shift(block.start, ends, NUMBERS_BYTES, Category.TEMPORARY))
+        statistics = _statistics(self.view)
         for number, release in until.items():
             if is_generator(self.graph, number):
                 self._hold_generator(release)
@@ -147,6 +148,9 @@ class _ReplayEffect:
             if number not in self.view.own_storages:
                 death = max(death, self.view.block.stop - 1)
             self._shift(number, death + 1, release)
+            if number in statistics:
+                nbytes = self.graph.storages[number].nbytes
+                self.shifts.append(Shift(block.stop, release, nbytes, Category.TEMPORARY))
 
     def _hold_generator(self, release: int) -> None:
         held = Shift(self.view.block.stop, release, GENERATOR_BYTES, Category.GENERATOR)
@@ -332,6 +336,17 @@ def _written_bytes(view: BlockGraph, *, statistics: bool) -> int:
         if statistics or value.storage in read or not _is_statistic(op, value)
     }
     return sum(view.graph.storages[number].nbytes for number in written)
+
+
+def _statistics(view: BlockGraph) -> set[int]:
+    """The running statistics that a call reads; the engine starts replays from copies of them."""
+    return {
+        value.storage
+        for op in view.graph.ops[view.block.start : view.block.stop]
+        if op.name in STATISTICS_ARE_OPTIONAL
+        for value in op.reads
+        if view.graph.storages[value.storage].category is Category.BUFFER
+    }
 
 
 def _is_statistic(op: Op, value: Value) -> bool:

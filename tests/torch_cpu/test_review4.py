@@ -85,3 +85,15 @@ def test_an_override_that_runs_blocks_again_is_not_said_to_change_nothing(lab) -
 
     assert {decision.engine for decision in fitted.plan.decisions} == {lab.MODULE}
     assert not any("changes nothing" in note for note in fitted.plan.notes)
+
+
+def test_copies_of_statistics_that_replays_start_from_count_in_the_peak(lab) -> None:
+    def frozen(block):
+        block.norm = torch.nn.BatchNorm1d(48).eval()
+
+    rows = torch.randn(48, 48)
+    case = lab.Case(lambda: lab.stack_of(normed, count=8, change=frozen), batch=rows)
+
+    predicted, measured = case.peaks()
+
+    assert measured <= predicted <= 1.01 * measured
