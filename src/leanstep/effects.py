@@ -10,7 +10,11 @@ from dataclasses import dataclass
 
 from leanstep.blockgraph import STATISTICS_ARE_OPTIONAL, BlockGraph, births, is_generator
 from leanstep.ir import Category, Decision, Engine, Profile, RecipeCost, Value
+from leanstep.ir.graph import Fact, Op
 from leanstep.rebuild import Run, Session
+
+# A call with such an op may read and write other buffers than the recorded one.
+_VARIES = frozenset((Fact.HOST_READ, Fact.DYNAMIC_SHAPE))
 
 # The state of torch's CPU generator, held for a block whose draws are replayed.
 GENERATOR_BYTES = 5056
@@ -135,6 +139,7 @@ class _ReplayEffect:
                 until[source.storage] = max(until.get(source.storage, 0), release)
         ends = max(until.values(), default=block.stop)
         self.shifts.append(Shift(block.start, ends, NUMBERS_BYTES, Category.TEMPORARY))
+        statistics = _statistics(self.view)
         for number, release in until.items():
             if is_generator(self.graph, number):
                 self._hold_generator(release)
@@ -143,6 +148,9 @@ class _ReplayEffect:
             if number not in self.view.own_storages:
                 death = max(death, self.view.block.stop - 1)
             self._shift(number, death + 1, release)
+            if number in statistics:
+                nbytes = self.graph.storages[number].nbytes
+                self.shifts.append(Shift(block.stop, release, nbytes, Category.TEMPORARY))
 
     def _hold_generator(self, release: int) -> None:
         held = Shift(self.view.block.stop, release, GENERATOR_BYTES, Category.GENERATOR)
@@ -312,15 +320,36 @@ def _natural_ends(view: BlockGraph, index: int, held: set[int]) -> int:
 
 
 def _written_bytes(view: BlockGraph, *, statistics: bool) -> int:
-    """The copies of the buffers that forward writes: to start a second run from, without the
-    statistics of batch norm, and to put back after it, with them.
+    """The copies of the buffers that forward writes.
+
+    To put back after a second run, with the statistics of batch norm; and to start it from, without
+    those that nothing reads.
     """
     ops = view.graph.ops[view.block.start : view.block.stop]
+    statistics = statistics or any(_VARIES.intersection(op.facts) for op in ops)
+    read = {value.storage for op in ops for value in op.reads if not _is_statistic(op, value)}
     written = {
         value.storage
         for op in ops
-        if statistics or op.name not in STATISTICS_ARE_OPTIONAL
         for value in op.writes
         if view.graph.storages[value.storage].category is Category.BUFFER
+        if statistics or value.storage in read or not _is_statistic(op, value)
     }
     return sum(view.graph.storages[number].nbytes for number in written)
+
+
+def _statistics(view: BlockGraph) -> set[int]:
+    """The running statistics that a call reads; the engine starts replays from copies of them."""
+    return {
+        value.storage
+        for op in view.graph.ops[view.block.start : view.block.stop]
+        if op.name in STATISTICS_ARE_OPTIONAL
+        for value in op.reads
+        if view.graph.storages[value.storage].category is Category.BUFFER
+    }
+
+
+def _is_statistic(op: Op, value: Value) -> bool:
+    """Whether an op writes a storage that does not change what else it computes."""
+    is_written = any(written.storage == value.storage for written in op.writes)
+    return is_written and op.name in STATISTICS_ARE_OPTIONAL

@@ -65,6 +65,21 @@ def test_a_step_that_does_not_fit_gets_the_profile_of_one_that_does(lab):
     assert tight.step_seconds > 0
 
 
+def test_a_step_that_fits_only_until_the_optimizer_has_its_state_does_not_fit(lab):
+    model, optimizer, batch = make(lab)
+
+    def loss(model, batch):
+        state = tree_leaves([*optimizer.state.values()])
+        held = sum(leaf.nbytes for leaf in state if isinstance(leaf, torch.Tensor))
+        return loss_on(3_400_000 - 4 * held)(model, batch)
+
+    loss(model, batch)
+    fitted = leanstep.fit(model, batch, loss, optimizer=optimizer, budget="60%")
+
+    assert fitted.verdict.exact
+    assert not fitted.verdict.baseline_fits
+
+
 def test_it_is_fitted_verified_against_every_number_and_says_so(lab):
     model, optimizer, batch = make(lab)
     loss = loss_on(2_400_000)

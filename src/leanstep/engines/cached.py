@@ -14,7 +14,7 @@ from torch import nn
 
 from leanstep.eager import never_compiled
 from leanstep.engines.context import Context, ReplayError, unpack
-from leanstep.engines.live import LiveCall
+from leanstep.engines.live import LiveCall, storage_copy
 from leanstep.engines.randomness import CudaDraw, cuda_state
 from leanstep.engines.recording import GENERATOR, RecordedOp, Ref, look_at, without_history
 from leanstep.ir import Value
@@ -75,6 +75,7 @@ class Template:
 
     shared: tuple[tuple[Attribute, ...], ...]
     borders: tuple[tuple[int, Ref], ...] = ()
+    statistics: frozenset[Value] = frozenset()
 
     def fits(self, modules: list[nn.Module]) -> bool:
         """Whether the modules' tensors that a replay starts from look as they did."""
@@ -133,6 +134,7 @@ def make_template(
         cuda_device=None if start is None else start.device_index,
         shared=tuple(shared),
         borders=tuple(call.borders),
+        statistics=frozenset(v for v in outside if recorder.is_statistic(call.source(v))),
     )
 
 
@@ -235,7 +237,11 @@ class CachedCall:
             sources = {
                 value: self.context.source(self._find(locator, arguments, modules))
                 for value, locator in template.locators.items()
+                if value not in template.statistics
             }
+            for value in template.statistics:
+                found = self._find(template.locators[value], arguments, modules)
+                sources[value] = self.context.source(storage_copy(found))
             self.context.fill(template.program, template.ops, sources, random_state, start)
         if template.borders:
             self._give(tree_leaves(out))

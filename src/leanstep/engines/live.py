@@ -165,7 +165,7 @@ class LiveCall:
         if value in self._relied_on and value not in self._copies and not self._leave(value):
             self.recorder.paused = True
             held = self._kept.get(value, self.recorder.outside.get(value, tensor))
-            self._copies[value] = _storage_copy(held)
+            self._copies[value] = storage_copy(held)
             self.recorder.paused = False
 
     def _leave(self, value: Value) -> bool:
@@ -226,7 +226,8 @@ class LiveCall:
         held = self.source(value)
         if value in self._copies or not self.recorder.is_outside(value.storage):
             return held
-        return held if self._is_safe(held) else _storage_copy(held)
+        is_safe = self._is_safe(held) and not self.recorder.is_statistic(held)
+        return held if is_safe else storage_copy(held)
 
     def source(self, value: Value) -> torch.Tensor:
         """The tensor that holds a value the program starts from."""
@@ -236,6 +237,7 @@ class LiveCall:
         raise AssertionError(f"{value} is a source but is not held")
 
 
-def _storage_copy(tensor: torch.Tensor) -> torch.Tensor:
+def storage_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of bytes that holds what a tensor's storage holds now."""
     copy = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return copy.set_(tensor.untyped_storage().clone())

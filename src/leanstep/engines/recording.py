@@ -30,6 +30,7 @@ from leanstep.recorder.facts import (
     OpInfo,
     call_facts,
     op_info,
+    statistics_of,
     tensor_arguments,
     tensors_in,
     written_names,
@@ -105,9 +106,8 @@ class RecordedOp:
 class CallRecorder(torch_private.TorchDispatchMode):
     """The dispatch mode that writes down one block call.
 
-    `written` are the addresses of storages from outside that the call writes, each with whether
-    that can change what it computes; `draws_apart` says that it draws from a generator of its own.
-    `recipes` names the storages that may come back by a cheap replay.
+    `draws_apart` says that it draws from a generator of its own. `recipes` names the storages that
+    may come back by a cheap replay.
     """
 
     def __init__(
@@ -132,7 +132,9 @@ class CallRecorder(torch_private.TorchDispatchMode):
         self.names: list[str] = []
         self.depends_on_data = False
         self.draws_apart = False
-        self.written: dict[int, bool] = {}
+        self._written: set[int] = set()
+        self._matters: set[int] = set()
+        self._statistics: set[int] = set()
         self.paused = False
         self._seen: dict[str, int] = {}
         self._draws = 0
@@ -202,17 +204,32 @@ class CallRecorder(torch_private.TorchDispatchMode):
     ) -> tuple[list[Value], list[int]]:
         reads: list[Value] = []
         written: dict[int, None] = {}
+        self._statistics.update(statistics_of(info, args, kwargs))
         for tensor, is_written in tensor_arguments(info, args, kwargs):
             value = self.value_of(tensor)
             reads.append(value)
+            if value.storage in self._outside_numbers:
+                self._note_outside(info, torch_private.storage_address(tensor), is_written)
             if is_written:
-                if value.storage in self._outside_numbers:
-                    address = torch_private.storage_address(tensor)
-                    matters = info.name not in STATISTICS_ARE_OPTIONAL
-                    self.written[address] = self.written.get(address, False) or matters
                 self._before_write(value, tensor)
                 written[value.storage] = None
         return reads, list(written)
+
+    def _note_outside(self, info: OpInfo, address: int, is_written: bool) -> None:
+        """Note who reads and writes a storage that was there before the call."""
+        if is_written:
+            self._written.add(address)
+        if not is_written or info.name not in STATISTICS_ARE_OPTIONAL:
+            self._matters.add(address)
+
+    @property
+    def written(self) -> dict[int, bool]:
+        """The addresses of storages from outside that the call writes.
+
+        Each with whether that can change what it computes: statistics that batch norm writes do
+        not, unless something else reads them.
+        """
+        return {address: address in self._matters for address in sorted(self._written)}
 
     def value_of(self, tensor: torch.Tensor) -> Value:
         """The value a tensor looks at; one not seen before comes from outside and is held."""
@@ -230,6 +247,10 @@ class CallRecorder(torch_private.TorchDispatchMode):
         self.book.close()
         self.outside.clear()
         self._before_write = _ignore_write
+
+    def is_statistic(self, tensor: torch.Tensor) -> bool:
+        """Whether batch norm may write a tensor later on, which no version tells."""
+        return torch_private.storage_address(tensor) in self._statistics
 
     def is_outside(self, storage: int) -> bool:
         """Whether a storage was there before the call."""

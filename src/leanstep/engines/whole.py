@@ -121,21 +121,22 @@ class _Look:
         self.written: list[tuple[int, str, bool]] = []
 
     def __call__(self, call: LiveCall) -> None:
-        recorder = call.recorder
+        recorder, written = call.recorder, call.recorder.written
         found = [can_locate(t, self._arguments, self._modules) for t in recorder.outside.values()]
         addresses = set[int]()
         for number, module in enumerate(self._modules):
             for name, buffer in module.named_buffers(recurse=False):
                 address = storage_address(buffer)
-                if address in recorder.written:
+                if address in written:
                     addresses.add(address)
-                # Where data say the path, another call may write what this one has not.
-                if address in recorder.written or recorder.depends_on_data:
-                    self.written.append((number, name, recorder.written.get(address, True)))
+                # Where data say the path, another call may write or read what this one has not.
+                varies = recorder.depends_on_data
+                if address in written or varies:
+                    self.written.append((number, name, varies or written[address]))
         is_exchanged = _buffers(self._modules) != self._buffers
         self.is_repeatable = (
             all(found)
-            and addresses == recorder.written.keys()
+            and addresses == written.keys()
             and not is_exchanged
             and not recorder.draws_apart
         )

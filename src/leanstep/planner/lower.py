@@ -53,7 +53,7 @@ def lower(
         torch_version=profile.torch_version,
         notes=(
             _peak_note(profile, line),
-            *_notes("nothing can be dropped in", [p.view for p, _ in picked if _is_stuck(p)]),
+            *_notes("nothing can be dropped in", _stuck(profile, picked)),
             *_notes("run again as a whole:", [p.view for p, o in picked if _is_second_best(p, o)]),
             *notes,
             *_inexact_notes(profile, found),
@@ -69,6 +69,12 @@ def lower(
 def effects(picked: Sequence[tuple[Part, Option]]) -> list[Effect]:
     """What each pick does to the step."""
     return [option.effect(part.view) for part, option in picked]
+
+
+def _stuck(profile: Profile, picked: Sequence[tuple[Part, Option]]) -> list[BlockGraph]:
+    """The calls that cannot drop anything; why a dry run left some out, another note says."""
+    views = (part.view for part, _ in picked if _is_stuck(part))
+    return [view for view in views if not any(one.covers(view.block) for one in profile.exclusions)]
 
 
 def _is_stuck(part: Part) -> bool:

@@ -323,9 +323,9 @@ def _by_module(
     if not view.saved or not may_run_again or _writes_outside(view) or view.reads_what_changes:
         return _alone(UNTOUCHED)
     whole = _option(profile, Engine.MODULE, view.saved, module_effect(view))
-    if wished.recompute.intersection(view.saved):
-        return _alone(whole)
     everything = frozenset(view.saved)
+    if wished.recompute.intersection(view.saved):
+        return CallOptions((whole,), everything, everything, lambda dropped: whole)
 
     def drop(dropped: frozenset[int]) -> Option | None:
         return {frozenset(): UNTOUCHED, everything: whole}.get(dropped)

@@ -9,7 +9,7 @@ import torch
 
 from leanstep.ir import Fact
 from leanstep.recorder.values import has_storage
-from leanstep.torch_private import generator_bytes, operator_arguments
+from leanstep.torch_private import generator_bytes, operator_arguments, storage_address
 
 # These ops write running statistics, or a state, although their schema does not say so.
 HIDDEN_WRITES = {
@@ -77,6 +77,14 @@ def written_names(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         return info.written
     named = dict(named_arguments(info, args, kwargs))
     return info.written if named.get("training", named.get("train", True)) else frozenset()
+
+
+def statistics_of(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[int]:
+    """The addresses of running statistics: batch norm writes them without a new version."""
+    if "running_mean" in info.argument_names:
+        for name, argument in named_arguments(info, args, kwargs):
+            if name in ("running_mean", "running_var"):
+                yield from map(storage_address, filter(has_storage, tensors_in(argument)))
 
 
 def tensor_arguments(
