@@ -147,8 +147,9 @@ class VerifyError(LeanstepError):
         more = f" and {len(different) - 1} more" if len(different) > 1 else ""
         super().__init__(
             f"the planned step is not bit-equal to the untouched one: {different[0]}{more} differ. "
-            'The model is as it was. Fit with engine="module", or exact=False if small differences '
-            "are welcome; if the untouched model repeats itself, this is a bug of leanstep's."
+            "The model is as it was, and the untouched step repeats itself there, so this is a bug "
+            'of leanstep\'s: until it is mended, try the other engine ("replay" or "module"), or '
+            "keep the blocks in question with overrides."
         )
 
     def __reduce__(self) -> tuple[object, ...]:

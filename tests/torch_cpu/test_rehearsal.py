@@ -182,3 +182,17 @@ def test_a_missed_budget_is_planned_for_once_more(lab, monkeypatch):
     assert fitted.profile.slack_bytes >= budget + 20_000 - first
     assert second <= budget
     fitted.remove()
+
+
+def test_a_model_that_draws_fresh_seeds_is_fitted_and_the_verdict_says_so(lab):
+    class Fresh(lab.Stack):
+        def forward(self, x):
+            fresh = torch.Generator()
+            fresh.seed()
+            return super().forward(x) * torch.rand((), generator=fresh)
+
+    fitted = fit(lab, Fresh([lab.Block(steady) for _ in range(4)]), budget="75%")
+    assert not fitted.verdict.different
+    assert "the loss" in fitted.verdict.within_spread
+    assert "differ from run to run in the untouched model" in " ".join(str(fitted).split())
+    fitted.remove()
