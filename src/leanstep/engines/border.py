@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 class Border:
     """A dropped output, rebuilt by the call that made it when it is first needed."""
 
-    __slots__ = ("__weakref__", "_context", "_ref", "_tensor")
+    __slots__ = ("__weakref__", "_context", "_ref", "_seen", "_tensor")
 
-    def __init__(self, context: "Context", ref: Ref) -> None:
+    def __init__(self, context: "Context", ref: Ref, seen: torch.Tensor | None = None) -> None:
         self._context: Context | None = context
-        self._ref = ref
+        self._ref, self._seen = ref, seen
         self._tensor: torch.Tensor | None = None
 
     @property
@@ -49,6 +49,9 @@ class Border:
             else:
                 self._tensor = self._context.rebuild(self._ref, first_time=True)
             self._context.released(self._ref.value)
+            if self._context.observer is not None:
+                name = self._context.block_name
+                self._context.observer.compare(name, "its output", self._seen, self._tensor)
             self._context = None
         return self._tensor
 

@@ -98,7 +98,7 @@ class Context:
 
     def anew(self) -> "Context":
         """A context for the same call run a second time."""
-        return Context(self.block_name, self.on_backward, self.gate, self.borders)
+        return Context(self.block_name, self.on_backward, self.gate, self.borders, self.observer)
 
     def pin(self, value: Value, tensor: torch.Tensor) -> None:
         """Answer every request for a value with this tensor."""
@@ -127,7 +127,8 @@ class Context:
     def give(self, tensor: torch.Tensor, ref: Ref) -> None:
         """Note, once filled, that an output is dropped."""
         assert self.borders is not None
-        self.borders.put(tensor, Border(self, ref))
+        seen = None if self.observer is None else self.observer.see(tensor)
+        self.borders.put(tensor, Border(self, ref, seen))
 
     def fill(
         self,
