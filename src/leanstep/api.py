@@ -17,6 +17,7 @@ from leanstep.marks import marks_of
 from leanstep.owners import refuse_owners
 from leanstep.profiler import measure, with_recipes
 from leanstep.profiler.cache import device_name
+from leanstep.profiler.link import measured_link
 from leanstep.recorder import Attic, first_run_fits, record
 from leanstep.recorder.blocks import find_blocks
 from leanstep.recorder.company import Company
@@ -109,6 +110,7 @@ def profile_step(step: TrainingStep) -> Profile:
         notes=tuple(notes),
         fits_device=fits,
         company=tuple(company.notes(blocks)),
+        link=measured_link(step.device),
     )
     return _with_peak(draft, max(0, resident - static_bytes(draft)), rise)
 

@@ -153,15 +153,30 @@ class BlockGraph:
     @functools.cached_property
     def candidates(self) -> tuple[int, ...]:
         """The storages that can be dropped: rebuilt from the rest when backward asks."""
+        return tuple(sorted(s for s in self.settled if self._can_rebuild(s)))
+
+    @functools.cached_property
+    def settled(self) -> tuple[int, ...]:
+        """The storages saved here alone, and as they are in the end.
+
+        What is written after a save (by the op that saved it, or through `data`) autograd wants as
+        it is in the end.
+        """
         final = _final_versions(self.graph)
-        # What is written after a save (by the op that saved it, or through `data`) autograd wants
-        # as it is in the end.
-        settled = (
+        return tuple(
             storage
             for storage in self.saved
             if all(save.value.version == final[storage] for save in self._saves_of[storage])
         )
-        return tuple(sorted(s for s in settled if self._can_rebuild(s)))
+
+    @functools.cached_property
+    def written_by(self) -> dict[int, int]:
+        """The last op of the call that writes each of its storages."""
+        return {
+            value.storage: index
+            for index in range(self.block.start, self.block.stop)
+            for value in self.graph.ops[index].writes
+        }
 
     def _can_rebuild(self, storage: int) -> bool:
         available = self.available([storage])

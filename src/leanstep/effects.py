@@ -5,11 +5,11 @@ on. *Replays*: ops inserted before a backward op, with a level of their own. An 
 for its block alone, from the recorded step and the schedule that the engine follows.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from leanstep.blockgraph import STATISTICS_ARE_OPTIONAL, BlockGraph, births, is_generator
-from leanstep.ir import Category, Decision, Engine, Profile, RecipeCost, Value
+from leanstep.ir import Category, Decision, Engine, Offload, Profile, RecipeCost, Value
 from leanstep.ir.graph import Fact, Op
 from leanstep.rebuild import Run, Session
 
@@ -74,7 +74,8 @@ def decision_effect(view: BlockGraph, decision: Decision) -> Effect:
             return Effect()
         case Engine.REPLAY:
             dropped = view.storages_named(decision.drop)
-            return replay_effect(view, dropped, border_in=decision.border_in)
+            has_hooks = decision.border_in or bool(decision.offload)
+            return replay_effect(view, dropped, border_in=has_hooks)
         case Engine.MODULE:
             return module_effect(view)
 
@@ -239,6 +240,27 @@ class _ReplayEffect:
         if start < stop and nbytes:
             category = self.graph.storages[number].category
             self.shifts.append(Shift(start, stop, sign * nbytes, category, number))
+
+
+def offload_shifts(
+    views: Sequence[BlockGraph], place: int, entries: Iterable[Offload]
+) -> Iterator[Shift]:
+    """What it does to the step when kept storages of one call wait in host memory."""
+    own = views[place]
+    for entry in entries:
+        (number,) = own.storages_named([entry.key])
+        storage = own.graph.storages[number]
+        gone = max(views[place + entry.release].block.stop, storage.natural_death + 1)
+        back = backward_entry(views, place + entry.fetch)
+        if gone < back:
+            yield Shift(gone, back, -storage.nbytes, storage.category, number)
+
+
+def backward_entry(views: Sequence[BlockGraph], place: int) -> int:
+    """The position where backward comes to a call: when the calls after it are through."""
+    first = views[place].first_request
+    through = (view.last_release for view in views[place + 1 :])
+    return max((position for position in through if position <= first), default=first)
 
 
 def module_effect(view: BlockGraph) -> Effect:

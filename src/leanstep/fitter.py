@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ def fit(
     verify: bool = True,
     gradients_kept: bool = False,
     exact: bool = True,
+    offload: bool = True,
     takeover: bool = False,
 ) -> Fit:
     """Make a model train inside a memory budget, with the same numbers.
@@ -88,6 +90,8 @@ def fit(
         gradients_kept: plan for gradients alive at the start of the step (accumulation).
         exact: false also allows cheap replays that were not seen to give the same bits on this
             device; the verdict then says how far the gradients are from the untouched model's.
+        offload: also move activations to pinned host memory and back while the GPU computes, as
+            far as its link can without making the step wait; at most half of the free host memory.
         takeover: switch off checkpointing that the model already has, and `torch.compile`, until
             `remove()`; without it such a model is refused by the name of the other owner.
     """
@@ -96,28 +100,27 @@ def fit(
     find_solver(solver)
     step = make_step(model, batch, loss, optimizer, gradients_kept=gradients_kept)
     with taken_over(model, takeover) as taken:
-        fitted = _fit(step, budget, solver, engine, overrides, verify=verify, exact=exact)
+        make_plan = partial(
+            planner.plan,
+            solver=solver,
+            engine=engine,
+            overrides=overrides,
+            exact=exact,
+            offload=offload,
+        )
+        fitted = _fit(step, budget, make_plan, verify=verify)
     return replace(fitted, taken=taken)
 
 
 def _fit(
-    step: TrainingStep,
-    budget: str | int,
-    solver: str | Solver,
-    engine: str,
-    overrides: Mapping[str, str] | None,
-    *,
-    verify: bool,
-    exact: bool,
+    step: TrainingStep, budget: str | int, make_plan: Callable[..., Plan], *, verify: bool
 ) -> Fit:
     refuse_fitted(step.model)
     recorded = profile_step(step)
     budget_bytes = _budget_bytes(budget, step, recorded)
 
     def plan_for(known: Profile) -> Plan:
-        return planner.plan(
-            known, budget_bytes, solver=solver, engine=engine, overrides=overrides, exact=exact
-        )
+        return make_plan(known, budget_bytes)
 
     # Looked at before anything is changed.
     before = look_at_untouched(step, fits_device=recorded.fits_device) if verify else None

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from leanstep.blockgraph import BlockGraph, views_of
-from leanstep.effects import Effect, Replay, Shift, decision_effect
+from leanstep.effects import Effect, Replay, Shift, decision_effect, offload_shifts
 from leanstep.errors import PlanError
 from leanstep.ir import Category, Decision, Engine, Graph, Op, Plan, Point, Profile, Timeline
 from leanstep.ir.blocks import find_block
@@ -36,6 +36,11 @@ def plan_effects(profile: Profile, plan: Plan) -> list[Effect]:
         gone = _check_borders(view, dropped, gone) if dropped else dropped
         if decision.engine is not Engine.UNTOUCHED:
             effects.append(decision_effect(view, decision))
+    effects.extend(
+        Effect(tuple(offload_shifts(views, place, decision.offload)))
+        for place, decision in enumerate(plan.decisions)
+        if decision.offload
+    )
     return effects
 
 

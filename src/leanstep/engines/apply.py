@@ -1,8 +1,9 @@
 """Apply a plan to a model, and undo it."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from leanstep.engines.attach import attach, can_attach, detach, is_attached
 from leanstep.engines.module import check_own
 from leanstep.engines.observer import Observer
+from leanstep.engines.parking import Lot
 from leanstep.engines.runtime import BlockRuntime, Round, SizeWatch
 from leanstep.engines.scope import ModulePaths, Scope
 from leanstep.errors import InputError, PlanError
@@ -21,7 +23,7 @@ class Applied:
 
     def __init__(self, model: torch.nn.Module, plan: Plan) -> None:
         self.model, self.plan = model, plan
-        self.rounds = Round()
+        self.rounds = Round(Lot(plan))
         self._runners: list[tuple[torch.nn.Module, Callable[..., Any]]] = []
 
     def put(self, module: torch.nn.Module, runner: Callable[..., Any]) -> None:
@@ -71,21 +73,28 @@ def apply(model: torch.nn.Module, plan: Plan, *, refuse_at_first_call: bool = Fa
     block whose first call does not make what the plan drops raises PlanError.
     """
     modules = dict(model.named_modules())
-    by_path = _by_path(plan)
+    applied = Applied(model, plan)
+    numbers = {id(decision): number for number, decision in enumerate(plan.decisions)}
+    lot = applied.rounds.lot
+    touched = {
+        decision.path
+        for decision in plan.decisions
+        if decision.engine is not Engine.UNTOUCHED or lot.needs(numbers[id(decision)])
+    }
+    by_path = {path: decisions for path, decisions in _by_path(plan).items() if path in touched}
     for path, decisions in by_path.items():
-        if any(decision.engine is not Engine.UNTOUCHED for decision in decisions):
-            _check_block(path, modules, is_stretch=bool(decisions[0].children))
+        _check_block(path, modules, is_stretch=bool(decisions[0].children))
         if any(decision.engine is Engine.MODULE for decision in decisions):
             check_own(path)
-    applied = Applied(model, plan)
     paths = ModulePaths(model, plan.model.evaluating)
     watch = SizeWatch(plan.peak_bytes, plan.movable_bytes, plan.budget_bytes)
     givers = {decision for decision, after in plan.pairs if after and after.takes_border}
     for path, decisions in by_path.items():
-        if all(decision.engine is Engine.UNTOUCHED for decision in decisions):
-            continue
         scope = Scope(paths, path, is_checked=not refuse_at_first_call)
-        runner = _runner(scope, decisions, applied.rounds, watch, givers)
+        make = partial(
+            BlockRuntime, rounds=applied.rounds, watch=watch, numbers=numbers, givers=givers
+        )
+        runner = _runner(scope, decisions, make)
         applied.put(modules[path], runner)
     return applied
 
@@ -109,20 +118,16 @@ def _check_block(path: str, modules: dict[str, torch.nn.Module], *, is_stretch: 
 
 
 def _runner(
-    scope: Scope,
-    decisions: list[Decision],
-    rounds: Round,
-    watch: SizeWatch,
-    givers: Collection[Decision],
+    scope: Scope, decisions: list[Decision], make: Callable[..., BlockRuntime]
 ) -> Callable[..., Any]:
     if not decisions[0].children:
-        return BlockRuntime(scope, decisions, rounds, watch, givers)
+        return make(scope, decisions)
     stretches: dict[tuple[str, ...], list[Decision]] = {}
     for decision in decisions:
         stretches.setdefault(decision.children, []).append(decision)
     return SequentialRuntime(
         {
-            children: BlockRuntime(replace(scope, children=children), own, rounds, watch, givers)
+            children: make(replace(scope, children=children), own)
             for children, own in stretches.items()
         }
     )

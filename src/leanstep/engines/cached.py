@@ -6,7 +6,7 @@ as it happens; a call that turns out to be another one runs again, recorded.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -75,6 +75,7 @@ class Template:
 
     shared: tuple[tuple[Attribute, ...], ...]
     borders: tuple[tuple[int, Ref], ...] = ()
+    parks: Mapping[int, str] = field(default_factory=dict)
     statistics: frozenset[Value] = frozenset()
 
     def fits(self, modules: list[nn.Module]) -> bool:
@@ -102,7 +103,9 @@ def make_template(
 ) -> Template | None:
     """Turn a recorded call into a template, if a later call can find all its sources."""
     recorder = call.recorder
-    if recorder.depends_on_data or call.takes_copies or call.writes_border or call.is_asked_early:
+    if recorder.depends_on_data or call.takes_copies or call.is_asked_early:
+        return None
+    if call.writes_border or call.writes_parked:
         return None
     if not recorder.device_draws.follow(start):
         # There is no place to count the draws of later calls from.
@@ -134,8 +137,16 @@ def make_template(
         cuda_device=None if start is None else start.device_index,
         shared=tuple(shared),
         borders=tuple(call.borders),
+        parks=_parks(call),
         statistics=frozenset(v for v in outside if recorder.is_statistic(call.source(v))),
     )
+
+
+def _parks(call: LiveCall) -> dict[int, str]:
+    """The saves that go to the host, by their places, each with its key."""
+    spaces, keys = call.context.spaces, call.recorder.keys
+    named = ((place, keys.get(ref.value.storage)) for place, (ref, _) in enumerate(call.saves))
+    return {p: key for p, key in named if key and spaces is not None and spaces.names(key)}
 
 
 def _what_matters(
@@ -246,6 +257,8 @@ class CachedCall:
         if template.borders:
             self._give(tree_leaves(out))
         self._kept.clear()
+        if self.context.spaces is not None:
+            self.context.spaces.close()
         return out
 
     def _give(self, leaves: list[Any]) -> None:
@@ -272,6 +285,9 @@ class CachedCall:
         kept = without_history(tensor)
         if place in self._wanted:
             self._kept[place] = kept
+        key = self.template.parks.get(place)
+        if key is not None and self.context.spaces is not None:
+            self.context.spaces.park(kept, key)
         return self.context.packed(kept)
 
     def _check_layout(self, tensor: torch.Tensor, ref: Ref) -> None:

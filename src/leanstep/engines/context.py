@@ -13,6 +13,7 @@ import torch
 
 from leanstep.engines.border import Border, Borders, BorderSource, Gate, Guarded
 from leanstep.engines.observer import Observer, observed
+from leanstep.engines.parking import ParkedSource, Spaces
 from leanstep.engines.randomness import CudaDraw, cpu_draws_from, cuda_draws_from
 from leanstep.engines.recording import GENERATOR, RecordedOp, Ref
 from leanstep.errors import LeanstepError
@@ -46,7 +47,7 @@ class Source:
         return self.tensor
 
 
-AnySource = Source | BorderSource
+AnySource = Source | BorderSource | ParkedSource
 
 
 class ReplayError(LeanstepError):
@@ -56,7 +57,8 @@ class ReplayError(LeanstepError):
 class Context:
     """One block call, between its forward and the end of its backward.
 
-    Dropped inputs come in through its `gate`; dropped outputs go to `borders`.
+    Dropped inputs come in through its `gate`; dropped outputs go to `borders`; `spaces` are for
+    what waits on the host.
     """
 
     __slots__ = (
@@ -76,6 +78,7 @@ class Context:
         "gate",
         "observer",
         "on_backward",
+        "spaces",
     )
 
     def __init__(
@@ -85,8 +88,9 @@ class Context:
         gate: Gate | None = None,
         borders: Borders | None = None,
         observer: Observer | None = None,
+        spaces: Spaces | None = None,
     ) -> None:
-        self.block_name, self.observer = block_name, observer
+        self.block_name, self.observer, self.spaces = block_name, observer, spaces
         self.gate, self.borders = gate, borders
         self.on_backward = on_backward
         self._buffers: dict[int, torch.Tensor] = {}
@@ -98,20 +102,28 @@ class Context:
 
     def anew(self) -> "Context":
         """A context for the same call run a second time."""
-        return Context(self.block_name, self.on_backward, self.gate, self.borders, self.observer)
+        spaces = None if self.spaces is None else self.spaces.anew()
+        return Context(
+            self.block_name, self.on_backward, self.gate, self.borders, self.observer, spaces
+        )
 
     def pin(self, value: Value, tensor: torch.Tensor) -> None:
         """Answer every request for a value with this tensor."""
         self._pinned[value] = Source.of(tensor)
 
     def source(self, tensor: torch.Tensor) -> "AnySource":
-        """A tensor to start replays from: as it is, or the border it looks at."""
+        """A tensor to start replays from: as it is, or the border it looks at, or parked."""
+        parked = None if self.spaces is None else self.spaces.find(tensor)
+        if parked is not None:
+            return ParkedSource(parked, tensor)
         border = None if self.gate is None else self.gate.find(tensor)
         return Source.of(tensor) if border is None else BorderSource(border, tensor)
 
     def packed(self, tensor: torch.Tensor) -> "AnySource | Guarded":
         """What autograd shall hold for a kept tensor."""
         source = self.source(tensor)
+        if self.observer is not None and isinstance(source, ParkedSource):
+            source.observe(self.observer, tensor)
         return source if self.gate is None else Guarded(self.gate, source)
 
     def handle(self, tensor: torch.Tensor, ref: Ref) -> "Handle":
@@ -293,7 +305,7 @@ def unpack(packed: Any) -> torch.Tensor:
     """Answer autograd: a kept tensor is itself, a handle is rebuilt."""
     if isinstance(packed, Handle | Guarded):
         return packed.tensor()
-    if isinstance(packed, Source):
+    if isinstance(packed, Source | ParkedSource):
         return packed.unchanged("a block")
     tensor: torch.Tensor = packed
     return tensor

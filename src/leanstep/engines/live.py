@@ -47,7 +47,7 @@ class LiveCall:
         self._proved: set[Value] = set()
         self._pinned: set[Value] = set()
         self.borders: list[tuple[int, Ref]] = []
-        self.is_asked_early = False
+        self.is_asked_early = self.writes_parked = False
         context.early = self._rebuild_early
 
     def run(
@@ -103,6 +103,8 @@ class LiveCall:
     def _close(self) -> None:
         """Let go of every tensor: autograd holds the hooks, and they hold this call."""
         self.context.early = None
+        if self.context.spaces is not None:
+            self.context.spaces.close()
         self.recorder.close()
         self._kept.clear()
         self._copies.clear()
@@ -122,7 +124,13 @@ class LiveCall:
         kept = self.recorder.detached(tensor)
         if not self.recorder.is_outside(storage):
             self._kept[ref.value] = kept
+            self._park(kept, storage)
         return self.context.packed(kept)
+
+    def _park(self, kept: torch.Tensor, storage: int) -> None:
+        spaces, key = self.context.spaces, self.recorder.keys.get(storage)
+        if spaces is not None and key is not None and spaces.names(key):
+            spaces.park(kept, key)
 
     def _prove(self, value: Value) -> bool:
         """See whether a value can be rebuilt, and remember what that relies on."""
@@ -160,6 +168,10 @@ class LiveCall:
         """Copy what an op is about to overwrite, if a dropped value starts from it."""
         if self.context.gate is not None:
             self.context.gate.write(tensor)
+        if self.context.spaces is not None and (parked := self.context.spaces.find(tensor)):
+            # Autograd wants it as it will be, or raises: either way it is not what was copied.
+            parked.stay()
+            self.writes_parked = True
         if value in self._wanted:
             self._pin(value, tensor)
         if value in self._relied_on and value not in self._copies and not self._leave(value):

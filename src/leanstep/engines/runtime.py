@@ -1,7 +1,7 @@
 """What stands in front of a block's forward while a plan is applied."""
 
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from leanstep.eager import CompilerWatch, uncompiled
 from leanstep.engines.border import Borders, Gate
 from leanstep.engines.context import Context
 from leanstep.engines.observer import Observer, observed
+from leanstep.engines.parking import Lot, Spaces
 from leanstep.engines.replay import Replayer
 from leanstep.engines.scope import Scope
 from leanstep.engines.whole import WholeModule
@@ -29,9 +30,10 @@ from leanstep.units import format_bytes
 class Round:
     """The calls between two backward passes: occurrences are counted from its start.
 
-    In a rehearsal there is a observer.
+    In a rehearsal there is a observer. The `lot` holds what waits on the host.
     """
 
+    lot: Lot
     number: int = 0
     backward_seen: bool = False
     active: bool = False
@@ -90,7 +92,8 @@ class SizeWatch:
 class BlockRuntime:
     """Run the calls of one block as its decisions say.
 
-    `givers` are the decisions whose next call takes dropped outputs.
+    `givers` are the decisions whose next call takes dropped outputs; `numbers` says by identity
+    which of the plan's decisions each is.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class BlockRuntime:
         decisions: Collection[Decision],
         rounds: Round,
         watch: SizeWatch,
+        numbers: Mapping[int, int],
         givers: Collection[Decision] = (),
     ) -> None:
         self.name = name = scope.name
@@ -108,6 +112,8 @@ class BlockRuntime:
         ]
         self.whole = [WholeModule(scope, rounds) for _ in self.decisions]
         self.gives = [decision in givers for decision in self.decisions]
+        self.numbers = [numbers[id(decision)] for decision in self.decisions]
+        self.offloads = [{entry.key: entry for entry in d.offload} for d in self.decisions]
         self.rounds, self.watch = rounds, watch
         self._round = -1
         self._calls = 0
@@ -127,11 +133,24 @@ class BlockRuntime:
         if not saving_hooks_work():
             return forward(module, *args, **kwargs)
         place = self._place()
-        decision = self.decisions[place]
         self.watch.see(f"{self.name}, call {place}", _tensor_bytes(args, kwargs))
-        is_replayed = decision.engine is Engine.REPLAY
-        drops_nothing = is_replayed and not decision.drop and not decision.border_in
-        if decision.engine is Engine.UNTOUCHED or drops_nothing:
+        out = self._run(place, module, forward, args, kwargs)
+        self.rounds.lot.call_ended(self.numbers[place], out, self.rounds.saw_backward)
+        return out
+
+    def _run(
+        self,
+        place: int,
+        module: torch.nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        decision = self.decisions[place]
+        changes = decision.drop or decision.border_in or decision.offload
+        if decision.engine is Engine.UNTOUCHED or (
+            decision.engine is Engine.REPLAY and not changes
+        ):
             return forward(module, *args, **kwargs)
         if saving_hooks_are_set():
             # Ours would take what the user's mean to drop or to move.
@@ -161,7 +180,9 @@ class BlockRuntime:
         leaves = tree_leaves((args, kwargs)) if decision.border_in else ()
         gate = Gate(rounds.borders, leaves) if decision.border_in else None
         gives = rounds.borders if self.gives[place] else None
-        context = Context(self.name, rounds.saw_backward, gate, gives, rounds.observer)
+        offloads = self.offloads[place]
+        spaces = Spaces(rounds.lot, self.numbers[place], offloads) if offloads else None
+        context = Context(self.name, rounds.saw_backward, gate, gives, rounds.observer, spaces)
         with uncompiled():
             return self.replays[place].run(context, module, forward, args, kwargs)
 

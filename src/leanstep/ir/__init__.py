@@ -2,6 +2,7 @@
 
 from leanstep.ir.decision import Decision as Decision
 from leanstep.ir.decision import Engine as Engine
+from leanstep.ir.decision import Offload as Offload
 from leanstep.ir.decision import OpRow as OpRow
 from leanstep.ir.exclusion import Exclusion as Exclusion
 from leanstep.ir.explanation import Explanation as Explanation
@@ -25,6 +26,7 @@ from leanstep.ir.peak import Holder as Holder
 from leanstep.ir.peak import Peak as Peak
 from leanstep.ir.plan import Plan as Plan
 from leanstep.ir.profile import Cost as Cost
+from leanstep.ir.profile import Link as Link
 from leanstep.ir.profile import Profile as Profile
 from leanstep.ir.profile import RecipeCost as RecipeCost
 from leanstep.ir.timeline import Point as Point

@@ -32,6 +32,19 @@ class OpRow(NamedTuple):
     unplanned_peak_freed_bytes: int
 
 
+class Offload(NamedTuple):
+    """One kept storage of a call that waits in host memory between forward and backward.
+
+    It is gone from the device when the call `release` places after its own has ended (0: its own),
+    and on its way back when backward comes to the call `fetch` places after its own.
+    """
+
+    key: str
+    nbytes: int
+    release: int
+    fetch: int
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     """What happens to one block call.
@@ -47,6 +60,8 @@ class Decision:
     An output that the next call saves, the border between the two, may be dropped too if the next
     decision says `border_in`: that call then runs with hooks (`replay`) even if it drops nothing
     itself, and its first request in backward brings the border back.
+
+    `offload` names kept storages that wait in host memory.
     """
 
     path: str
@@ -63,6 +78,7 @@ class Decision:
     unplanned_peak_freed_bytes: int = 0
     recipes: tuple[str, ...] = ()
     border_in: bool = False
+    offload: tuple[Offload, ...] = ()
 
     @property
     def takes_border(self) -> bool:

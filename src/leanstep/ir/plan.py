@@ -51,6 +51,11 @@ class Plan:
         return tuple(d for d in self.decisions if d.engine is not Engine.UNTOUCHED)
 
     @property
+    def host_bytes(self) -> int:
+        """The pinned host memory that offloaded activations take."""
+        return sum(entry.nbytes for d in self.decisions for entry in d.offload)
+
+    @property
     def pairs(self) -> Iterator[tuple[Decision, Decision | None]]:
         """Every decision with the one about the next call of the step."""
         return zip(self.decisions, (*self.decisions[1:], None), strict=False)
@@ -86,7 +91,7 @@ class Plan:
 def check_plan(plan: Plan) -> None:
     """Raise PlanError unless a plan decides once about each call, and names only what it knows."""
     seen = set()
-    for decision in plan.decisions:
+    for number, decision in enumerate(plan.decisions):
         place = decision.path, decision.occurrence, decision.children
         if place in seen:
             raise PlanError(f"the plan decides twice about {decision.name}")
@@ -96,6 +101,11 @@ def check_plan(plan: Plan) -> None:
                 f"the plan names values to drop in {decision.name}, which is run by "
                 f"{decision.engine.value}"
             )
+        left = len(plan.decisions) - number - 1
+        for entry in decision.offload:
+            is_possible = 0 <= entry.release <= left and 0 < entry.fetch <= left
+            if decision.engine is not Engine.REPLAY or not is_possible:
+                raise PlanError(f"the plan cannot move {entry.key} of {decision.name} to the host")
         ops = {row.name for row in decision.rows if row.dropped_bytes}
         for key in decision.drop if decision.rows else ():
             if key.rpartition(":")[0] not in ops:

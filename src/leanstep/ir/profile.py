@@ -39,6 +39,15 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
+class Link:
+    """The way between device and host: bytes a second each way, and the host memory there is."""
+
+    to_host: float
+    from_host: float
+    host_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
     """The recorded step with its blocks and measured costs.
 
@@ -49,7 +58,8 @@ class Profile:
     recomputed, by path. `company` says who else drops activations of the step, or compiles parts of
     it. `estimated` says that nothing was measured: the step was imagined for a device that was not
     there. `exclusions` are the blocks that an engine must not run. Where the untouched step does
-    not fit on its device (`fits_device`), its time is the sum over its ops.
+    not fit on its device (`fits_device`), its time is the sum over its ops. `link` is there where
+    activations can be moved to host memory while the device computes.
     """
 
     graph: Graph = field(repr=False)
@@ -69,6 +79,7 @@ class Profile:
     estimated: bool = False
     exclusions: tuple[Exclusion, ...] = ()
     fits_device: bool = True
+    link: Link | None = None
 
     def seconds(self, op_index: int) -> float:
         """The measured seconds of one op."""

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from leanstep.blockgraph import NEVER_RERUN, BlockGraph, rerun
-from leanstep.effects import Effect
-from leanstep.ir import Decision, Engine, Fact, Plan, Profile, Timeline
+from leanstep.effects import Effect, offload_shifts
+from leanstep.ir import Decision, Engine, Fact, Offload, Plan, Profile, Timeline
 from leanstep.ir.text import some_names
 from leanstep.planner.explain import Account
 from leanstep.planner.options import Option
@@ -24,12 +24,14 @@ def lower(
     budget_bytes: int,
     bound_seconds: float,
     exact: bool = True,
+    offload: Sequence[tuple[Offload, ...]] = (),
 ) -> Plan:
     """Make the plan, with the peak that the simulator finds for it.
 
-    `droppable` is what each call might drop.
+    `droppable` is what each call might drop, `offload` what each moves to the host.
     """
-    found = effects(picked)
+    moved = offload or [()] * len(picked)
+    found = _with_offload(effects(picked), [part.view for part, _ in picked], moved)
     line = timeline(profile, found)
     dropped = [option.dropped for _, option in picked]
     account = Account(profile, [part.view for part, _ in picked], found, line, dropped)
@@ -46,7 +48,9 @@ def lower(
         extra_seconds=extra_seconds,
         bound_seconds=min(bound_seconds, extra_seconds),
         decisions=tuple(
-            replace(_decision(part, option), **account.share(place), border_in=border_in)
+            replace(
+                _decision(part, option, moved[place]), **account.share(place), border_in=border_in
+            )
             for place, ((part, option), border_in) in enumerate(zip(picked, takes, strict=True))
         ),
         model=profile.model,
@@ -71,6 +75,15 @@ def effects(picked: Sequence[tuple[Part, Option]]) -> list[Effect]:
     return [option.effect(part.view) for part, option in picked]
 
 
+def _with_offload(
+    found: Sequence[Effect], views: Sequence[BlockGraph], offload: Sequence[tuple[Offload, ...]]
+) -> list[Effect]:
+    return [
+        replace(effect, shifts=(*effect.shifts, *offload_shifts(views, place, own)))
+        for place, (effect, own) in enumerate(zip(found, offload, strict=True))
+    ]
+
+
 def _stuck(profile: Profile, picked: Sequence[tuple[Part, Option]]) -> list[BlockGraph]:
     """The calls that cannot drop anything; why a dry run left some out, another note says."""
     views = (part.view for part, _ in picked if _is_stuck(part))
@@ -82,13 +95,13 @@ def _is_stuck(part: Part) -> bool:
     return bool(part.view.saved) and not part.options.options[-1].dropped
 
 
-def _decision(part: Part, option: Option) -> Decision:
+def _decision(part: Part, option: Option, offload: tuple[Offload, ...]) -> Decision:
     view = part.view
     storages = view.graph.storages
     held = {save.value.storage for save in view.saves} & view.own_storages
     is_replayed = option.engine is Engine.REPLAY
     recipes = _by_recipe(view, option) if is_replayed else ()
-    why = _why(option, len(held), len(recipes))
+    why = _why(option, len(held), len(recipes), len(offload))
     return Decision(
         path=view.block.path,
         occurrence=view.block.occurrence,
@@ -100,8 +113,9 @@ def _decision(part: Part, option: Option) -> Decision:
         kept_bytes=sum(storages[number].nbytes for number in held - option.dropped),
         dropped_bytes=sum(storages[number].nbytes for number in option.dropped),
         extra_seconds=option.seconds,
-        why="nothing in it can be dropped" if _is_stuck(part) else why,
+        why="nothing in it can be dropped" if _is_stuck(part) and not offload else why,
         recipes=recipes,
+        offload=offload,
     )
 
 
@@ -111,16 +125,18 @@ def _by_recipe(view: BlockGraph, option: Option) -> tuple[str, ...]:
     return tuple(view.storage_key(op.writes[0].storage) for op in reruns if op.is_recipe)
 
 
-def _why(option: Option, num_saved: int, num_cheap: int) -> str:
+def _why(option: Option, num_saved: int, num_cheap: int, num_moved: int) -> str:
     match option.engine:
         case Engine.REPLAY:
+            moved = f"{num_moved} of {num_saved} saved tensors to the host" if num_moved else ""
             if not option.dropped:
-                return "everything is kept but its input"
+                return f"moves {moved}" if moved else "everything is kept but its input"
             output = " and its output" if option.drops_border else ""
             num_inside = len(option.dropped) - option.drops_border
             dropped = f"drops {num_inside} of {num_saved} saved tensors{output}"
             cheaply = f", {num_cheap} of them cheaply" if num_cheap else ""
-            return f"{dropped}, replays {_ops(option.num_replays)}{cheaply}"
+            moves = f", moves {num_moved} to the host" if num_moved else ""
+            return f"{dropped}, replays {_ops(option.num_replays)}{cheaply}{moves}"
         case Engine.MODULE:
             return f"runs again as a whole, {_ops(option.num_replays)}"
         case Engine.UNTOUCHED:

@@ -262,9 +262,8 @@ def _with_borders(
     The output is rebuilt before anything else of the call, from what is kept: what it starts from
     is not dropped with it.
     """
-    hooked = _option(profile, Engine.REPLAY, (), replay_effect(view, (), border_in=True))
     borders = [number for number in view.borders if number not in wished.keep | known.droppable]
-    found = [hooked] if not known.forced else []
+    found = [hooked(profile, view)] if not known.forced else []
     if borders:
         border = max(borders, key=lambda number: view.graph.storages[number].nbytes)
         program = view.program([border])
@@ -277,6 +276,11 @@ def _with_borders(
             few = [*list(sets)[:-1:stride], list(sets)[-1]]
             found.extend(_bordered(profile, view, chosen) for chosen in few)
     return replace(known, border_options=tuple(found))
+
+
+def hooked(profile: Profile, view: BlockGraph) -> Option:
+    """The option that keeps everything with hooks in place."""
+    return _option(profile, Engine.REPLAY, (), replay_effect(view, (), border_in=True))
 
 
 def _bordered(profile: Profile, view: BlockGraph, dropped: frozenset[int]) -> Option:

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 from leanstep.blockgraph import BlockGraph
 from leanstep.errors import BudgetError
-from leanstep.ir import Plan, Profile
+from leanstep.ir import Offload, Plan, Profile
 from leanstep.ir.exclusion import left_out
 from leanstep.planner.lower import effects, lower
-from leanstep.planner.options import CallOptions, Option, check_engine
+from leanstep.planner.offload import capacity_bytes, find_offload, roomier
+from leanstep.planner.options import UNTOUCHED, CallOptions, Option, check_engine, hooked
 from leanstep.planner.overrides import Rule, parse_rules, unmet
 from leanstep.planner.segments import Part, Parts
 from leanstep.simulator import peak_op, simulate, timeline
@@ -17,6 +18,9 @@ from leanstep.solvers.chain import chain_of, loose_chain
 from leanstep.solvers.registry import find_solver
 from leanstep.solvers.relaxation import relax
 from leanstep.units import parse_budget
+
+# How much of what the link could move is tried, each a solve, before none goes to the host.
+SHARES_OF_LINK = (1.0, 0.9, 0.8, 0.65, 0.5, 0.35, 0.2, 0.1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +80,7 @@ def plan(
     engine: str = "auto",
     overrides: Mapping[str, str] | None = None,
     exact: bool = True,
+    offload: bool = True,
 ) -> Plan:
     """Decide what each block call drops, so that the step fits the budget in the least time.
 
@@ -89,6 +94,7 @@ def plan(
         overrides: what to keep or recompute in any case, by module or by op in a module:
             `{"encoder.*.attention": "recompute", "*::aten.mm": "keep"}`. Later ones win.
         exact: false also allows cheap replays that were not seen to give the same bits.
+        offload: also move activations to host memory, where the profile has the link's figures.
 
     Raises:
         BudgetError: no plan fits; it names the least peak that can be asked for.
@@ -97,7 +103,7 @@ def plan(
     find_solver(solver)
     budget_bytes = parse_budget(budget, unplanned_peak_bytes=profile.peak_bytes)
     space = prepare(profile, engine, overrides, exact=exact)
-    return plan_in(space, budget_bytes, solver=solver)
+    return plan_in(space, budget_bytes, solver=solver, offload=offload)
 
 
 def prepare(
@@ -117,29 +123,82 @@ def _prepared(profile: Profile, engine: str, rules: tuple[Rule, ...], *, exact: 
     return Space(profile, engine, rules, parts, parts.problem(), exact)
 
 
-def plan_in(space: Space, budget_bytes: int, *, solver: str | Solver = "auto") -> Plan:
+def plan_in(
+    space: Space, budget_bytes: int, *, solver: str | Solver = "auto", offload: bool = True
+) -> Plan:
     """Plan for one budget in a prepared space."""
     found_solver = find_solver(solver)
     solution = found_solver.solve(space.problem, budget_bytes)
-    if not solution.is_found:
+    answer = Answer(solution, space.picked(solution)) if solution.is_found else None
+    if offload and (answer is None or answer.extra_seconds):
+        other = _with_more_room(space, found_solver, budget_bytes)
+        if other and (answer is None or other.extra_seconds < answer.extra_seconds):
+            answer = other
+    if answer is None:
         raise _budget_error(space, found_solver, budget_bytes)
-    picked = space.picked(solution)
     found = lower(
         space.profile,
-        picked,
-        droppable=[part.options.droppable for part, _ in picked],
+        answer.picked,
+        droppable=[part.options.droppable for part, _ in answer.picked],
         notes=space.notes,
         solver=found_solver.name,
         budget_bytes=budget_bytes,
-        bound_seconds=bound_seconds(space, solution, budget_bytes),
+        bound_seconds=_bound(space, answer, budget_bytes),
         exact=space.exact,
+        offload=answer.offload,
     )
-    promised = (solution.problem or space.problem).peak_bytes(solution.picks)
     # Simulated from the decisions alone, as anyone would who is given the plan.
     simulated = simulate(space.profile, found).peak_bytes
-    assert found.peak_bytes == simulated == promised, "problem and simulator must agree"
+    assert found.peak_bytes == simulated, "planner and simulator must agree"
+    if not answer.offload:
+        promised = (answer.solution.problem or space.problem).peak_bytes(answer.solution.picks)
+        assert simulated == promised, "problem and simulator must agree"
     assert simulated <= budget_bytes, "a plan fits its budget"
     return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """What a solver picked, and what goes to the host so that it fits."""
+
+    solution: Solution
+    picked: list[tuple[Part, Option]]
+    offload: tuple[tuple[Offload, ...], ...] = ()
+
+    @property
+    def extra_seconds(self) -> float:
+        """The time that it costs."""
+        return sum(option.seconds for _, option in self.picked)
+
+
+def _with_more_room(space: Space, solver: Solver, budget_bytes: int) -> Answer | None:
+    """An answer that keeps more than fits, with as much moved to the host as it is over.
+
+    From what the link could move at best downwards: the first that really fits.
+    """
+    profile = space.profile
+    for share in SHARES_OF_LINK if capacity_bytes(profile) else ():
+        problem, back = roomier(profile, space.problem, space.parts.alone, share)
+        solution = back(solver.solve(problem, budget_bytes))
+        if not solution.is_found:
+            return None
+        picked = space.picked(solution)
+        moved = find_offload(profile, picked, budget_bytes)
+        if moved is not None:
+            with_hooks = [
+                (part, hooked(profile, part.view) if own and option is UNTOUCHED else option)
+                for (part, option), own in zip(picked, moved, strict=True)
+            ]
+            return Answer(solution, with_hooks, tuple(moved))
+    return None
+
+
+def _bound(space: Space, answer: Answer, budget_bytes: int) -> float:
+    """A lower bound for all plans of the space; the host can make up for so much and no more."""
+    if not answer.offload:
+        return bound_seconds(space, answer.solution, budget_bytes)
+    room = capacity_bytes(space.profile)
+    return relaxed_seconds(space.problem, budget_bytes + room)
 
 
 def bound_seconds(space: Space, solution: Solution, budget_bytes: int) -> float:
