@@ -174,14 +174,18 @@ class Bench:
         warm_seconds = time.perf_counter() - start
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        seconds = []
+        seconds, issued = [], []
         for _ in range(TIMED):
             self.synchronize()
             start = time.perf_counter()
             self.step()
+            issued.append(time.perf_counter() - start)
             self.synchronize()
             seconds.append(time.perf_counter() - start)
         found = {"seconds": statistics.median(seconds), "warm_seconds": warm_seconds}
+        # Near to the time of the step, the host cannot keep the device busy.
+        found["issue_seconds"] = statistics.median(issued)
+        found["all_seconds"] = seconds
         if self.device.type == "cuda":
             found["peak_bytes"] = torch.cuda.max_memory_allocated()
             found["reserved_bytes"] = torch.cuda.max_memory_reserved()
@@ -256,6 +260,7 @@ def line(row, eager):
             f"  {row['peak_bytes'] / 2**30:7.2f} GiB {row['peak_bytes'] / eager['peak_bytes']:6.3f}"
         )
         text += f"  reserved {row['reserved_bytes'] / row['peak_bytes'] - 1:+.1%}"
+    text += f"  issued in {row['issue_seconds'] * 1e3:.0f} ms"
     if "predicted_seconds" in row:
         text += f"  predicted {row['predicted_seconds'] / eager['seconds']:6.3f}"
         if "peak_bytes" in row:

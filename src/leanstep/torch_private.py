@@ -7,7 +7,7 @@ repair belongs in this file.
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -269,7 +269,9 @@ def operator_without_form(error: BaseException) -> str | None:
 @contextmanager
 def past_every_mode() -> Iterator[None]:
     """Work on real tensors as if no mode were active."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
+    # Setting modes aside takes longer than a small op: mostly there are none.
+    has_modes = torch._C._len_torch_dispatch_stack() > 0
+    with torch._C.DisableTorchFunction(), _disable_current_modes() if has_modes else nullcontext():
         yield
 
 

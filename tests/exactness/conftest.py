@@ -54,6 +54,9 @@ def plan_at_floor(case: twins.Case) -> tuple[torch.nn.Module, Applied]:
 WAYS: dict[str, Callable] = {
     "replay, all dropped": lambda case: case.fitted(Engine.REPLAY),
     "replay, some dropped": lambda case: case.fitted(Engine.REPLAY, twins.some(1)),
+    "replay, some on the host": lambda case: case.fitted(
+        Engine.REPLAY, twins.some(2), offloads=True
+    ),
     "module": lambda case: case.fitted(Engine.MODULE),
     "plan at the floor": plan_at_floor,
 }

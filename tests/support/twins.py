@@ -13,7 +13,7 @@ from torch import nn
 
 from leanstep.blockgraph import BlockGraph
 from leanstep.engines.apply import Applied, apply
-from leanstep.ir import Cost, Decision, Engine, Identity, Plan, Profile
+from leanstep.ir import Cost, Decision, Engine, Identity, Offload, Plan, Profile
 from leanstep.recorder import record
 from leanstep.recorder.blocks import find_blocks
 from leanstep.recorder.signatures import Signatures
@@ -135,15 +135,23 @@ def profile(step: TrainingStep) -> Profile:
     )
 
 
-def plan_of(profile: Profile, engine: Engine, pick: Pick) -> Plan:
+def plan_of(profile: Profile, engine: Engine, pick: Pick, *, offloads: bool = False) -> Plan:
+    """A plan that drops what is picked; with `offloads` the rest waits on the host."""
     decisions = []
-    for block in profile.blocks:
+    for number, block in enumerate(profile.blocks):
         view = BlockGraph(profile.graph, block)
-        drop = [view.storage_key(s) for s in pick(view.candidates)]
+        picked = pick(view.candidates)
+        drop = [view.storage_key(s) for s in picked]
         drop = tuple(drop) if engine is Engine.REPLAY else ()
-        decisions.append(
-            Decision(block.path, block.occurrence, block.children, engine, drop, 0, 0, 0.0, "")
+        rest = [s for s in view.settled if s not in picked and profile.graph.storages[s].nbytes]
+        is_last = number == len(profile.blocks) - 1
+        offload = tuple(
+            Offload(view.storage_key(s), profile.graph.storages[s].nbytes, release=0, fetch=1)
+            for s in rest
+            if offloads and not is_last
         )
+        place = block.path, block.occurrence, block.children
+        decisions.append(Decision(*place, engine, drop, 0, 0, 0.0, "", offload=offload))
     draft = Plan("test", 1 << 40, 0, 0, 0, 1.0, 0.0, 0.0, tuple(decisions), Identity(""), "")
     return dataclasses.replace(draft, peak_bytes=simulate(profile, draft).peak_bytes)
 
@@ -191,8 +199,10 @@ class Case:
         model = model or self.fresh()
         return profile(TrainingStep(model, self.batch, self.loss, self.make_optimizer(model)))
 
-    def fitted(self, engine=Engine.REPLAY, pick: Pick = everything) -> tuple[nn.Module, Applied]:
-        plan = plan_of(self.profile(), engine, pick)
+    def fitted(
+        self, engine=Engine.REPLAY, pick: Pick = everything, *, offloads: bool = False
+    ) -> tuple[nn.Module, Applied]:
+        plan = plan_of(self.profile(), engine, pick, offloads=offloads)
         model = self.fresh()
         return model, apply(model, plan)
 

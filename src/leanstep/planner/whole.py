@@ -22,6 +22,9 @@ from leanstep.units import parse_budget
 # How much of what the link could move is tried, each a solve, before none goes to the host.
 SHARES_OF_LINK = (1.0, 0.9, 0.8, 0.65, 0.5, 0.35, 0.2, 0.1)
 
+# Budgets tried for the least reachable peak with the host's help.
+FLOOR_TRIALS = 4
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Space:
@@ -135,7 +138,7 @@ def plan_in(
         if other and (answer is None or other.extra_seconds < answer.extra_seconds):
             answer = other
     if answer is None:
-        raise _budget_error(space, found_solver, budget_bytes)
+        raise _budget_error(space, found_solver, budget_bytes, offload=offload)
     found = lower(
         space.profile,
         answer.picked,
@@ -224,19 +227,34 @@ def relaxed_seconds(problem: Problem, budget_bytes: int) -> float:
     return 0.0 if relaxation is None else relaxation.bound_picoseconds / PICOSECONDS
 
 
-def _budget_error(space: Space, solver: Solver, budget_bytes: int) -> BudgetError:
+def _budget_error(
+    space: Space, solver: Solver, budget_bytes: int, *, offload: bool
+) -> BudgetError:
     picked = space.picked(solver.lowest(space.problem))
     line = timeline(space.profile, effects(picked))
     op = peak_op(space.profile, line)
+    floor = _lower_floor(space, solver, line.peak_bytes) if offload else line.peak_bytes
     return BudgetError(
         budget_bytes,
-        line.peak_bytes,
+        floor,
         op=op.name,
         module=space.profile.graph.path(op) or None,
         source=op.source or None,
         overrides=_to_blame(space, budget_bytes, solver),
         left_out=tuple(left_out(space.profile.exclusions)),
     )
+
+
+def _lower_floor(space: Space, solver: Solver, floor_bytes: int) -> int:
+    """The least budget that moving to the host makes possible, nearly; each trial is a plan."""
+    low = floor_bytes - capacity_bytes(space.profile)
+    for _ in range(FLOOR_TRIALS if low < floor_bytes else 0):
+        middle = (low + floor_bytes) // 2
+        if _with_more_room(space, solver, middle) is not None:
+            floor_bytes = middle
+        else:
+            low = middle
+    return floor_bytes
 
 
 def _to_blame(space: Space, budget_bytes: int, solver: Solver) -> tuple[str, ...]:

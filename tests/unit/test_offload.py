@@ -1,0 +1,113 @@
+"""What the planner moves to the host: never over the budget, never late, never for nothing."""
+
+from dataclasses import replace
+
+import pytest
+
+from leanstep.errors import BudgetError, PlanError
+from leanstep.ir import Engine, Link, Plan, Profile
+from leanstep.ir.plan import check_plan
+from leanstep.planner import plan
+from leanstep.planner.offload import capacity_bytes
+from leanstep.simulator import simulate
+from leanstep.testing import Layer, chain_profile
+
+MIB = 1 << 20
+LAYERS = (Layer(4 * MIB, 2e-3), Layer(16 * MIB, 5e-4), Layer(16 * MIB, 4e-3), Layer(4 * MIB, 1e-3))
+FAST = Link(to_host=5e10, from_host=5e10, host_bytes=1 << 40)
+SLOW = Link(to_host=2e9, from_host=2e9, host_bytes=1 << 40)
+
+
+def steps(link: Link | None, num_blocks: int = 8) -> Profile:
+    found = chain_profile([LAYERS] * num_blocks, input_bytes=4 * MIB, head_bytes=4 * MIB)
+    return replace(found, link=link)
+
+
+def test_a_fast_link_costs_no_time() -> None:
+    found = plan(steps(FAST), "60%")
+
+    assert found.host_bytes > 0
+    # Hooks alone: nothing runs again.
+    assert not any(decision.drop for decision in found.decisions)
+    assert found.extra_seconds < plan(steps(None), "60%").extra_seconds / 10
+
+
+@pytest.mark.parametrize("share", ["80%", "70%", "60%", "50%", "45%"])
+def test_a_slow_link_saves_some_of_the_time(share: str) -> None:
+    alone, moved = plan(steps(None), share), plan(steps(SLOW), share)
+
+    assert moved.peak_bytes <= moved.budget_bytes
+    assert moved.peak_bytes == simulate(steps(SLOW), moved).peak_bytes
+    assert 0 < moved.host_bytes <= capacity_bytes(steps(SLOW))
+    assert moved.extra_seconds < alone.extra_seconds
+    assert moved.bound_seconds <= moved.extra_seconds
+
+
+def test_without_a_link_or_by_wish_nothing_is_moved() -> None:
+    assert plan(steps(None), "60%").host_bytes == 0
+    assert plan(steps(FAST), "60%", offload=False).host_bytes == 0
+
+
+def test_what_fits_anyway_is_not_moved() -> None:
+    found = plan(steps(FAST), "100%")
+
+    assert found.host_bytes == 0
+    assert {decision.engine for decision in found.decisions} == {Engine.UNTOUCHED}
+
+
+def test_the_host_is_not_filled() -> None:
+    small = replace(FAST, host_bytes=64 * MIB)
+
+    assert plan(steps(small), "60%").host_bytes <= 32 * MIB
+
+
+def test_the_last_call_keeps_its_own() -> None:
+    found = plan(steps(FAST), "50%")
+
+    assert found.decisions[-1].offload == ()
+
+
+def test_copies_are_done_before_the_bytes_are_counted_as_gone() -> None:
+    profile = steps(SLOW)
+    found = plan(profile, "60%")
+    forward = 0.0
+    ends = [0.0] * len(found.decisions)
+    for number, block in enumerate(profile.blocks):
+        forward += sum(profile.seconds(index) for index in range(block.start, block.stop))
+        ends[number] = forward
+    sent = 0
+    for number, decision in enumerate(found.decisions):
+        for entry in decision.offload:
+            sent += entry.nbytes
+            assert ends[number + entry.release] * SLOW.to_host >= sent
+
+
+def test_the_floor_that_an_error_names_can_be_asked_for() -> None:
+    profile = steps(SLOW)
+    with pytest.raises(BudgetError) as caught:
+        plan(profile, 1)
+
+    found = plan(profile, caught.value.floor_bytes)
+
+    assert found.peak_bytes <= caught.value.floor_bytes
+    with pytest.raises(BudgetError) as alone:
+        plan(steps(None), 1)
+    assert caught.value.floor_bytes <= alone.value.floor_bytes
+
+
+def test_a_plan_with_offload_survives_the_disk(tmp_path) -> None:
+    found = plan(steps(SLOW), "60%")
+    found.save(tmp_path / "plan.json")
+
+    assert Plan.load(tmp_path / "plan.json") == found
+
+
+def test_a_plan_that_moves_what_cannot_be_moved_is_refused() -> None:
+    found = plan(steps(SLOW), "60%")
+    place = next(n for n, decision in enumerate(found.decisions) if decision.offload)
+    entry = found.decisions[place].offload[0]
+    for wrong in (entry._replace(fetch=0), entry._replace(release=99), entry._replace(fetch=99)):
+        changed = list(found.decisions)
+        changed[place] = replace(changed[place], offload=(wrong,))
+        with pytest.raises(PlanError, match="to the host"):
+            check_plan(replace(found, decisions=tuple(changed)))
