@@ -34,9 +34,6 @@ SHARE_OF_RATE = 0.92
 # What of the host's free memory may be pinned.
 SHARE_OF_HOST = 0.5
 
-# What the hooks of a call that was to be left alone may hold: states of generators, numbers.
-SPARE_BYTES = 1 << 20
-
 Picked = Sequence[tuple[Part, Option]]
 Seconds = npt.NDArray[np.float64]
 
@@ -130,7 +127,7 @@ def find_offload(
     profile: Profile, picked: Picked, budget_bytes: int
 ) -> list[tuple[Offload, ...]] | None:
     """What each call moves to the host so that the step fits; None where that is not enough."""
-    return _Offloader(profile, _link(profile), picked).fitting(budget_bytes - SPARE_BYTES)
+    return _Offloader(profile, _link(profile), picked).fitting(budget_bytes)
 
 
 class _Offloader:

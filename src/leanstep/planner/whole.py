@@ -186,13 +186,16 @@ def _with_more_room(space: Space, solver: Solver, budget_bytes: int) -> Answer |
         if not solution.is_found:
             return None
         picked = space.picked(solution)
-        moved = find_offload(profile, picked, budget_bytes)
+        # Hooks hold a little, be it that of a call which is left alone in the end.
+        with_hooks = [
+            (part, hooked(profile, part.view) if option is UNTOUCHED else option)
+            for part, option in picked
+        ]
+        moved = find_offload(profile, with_hooks, budget_bytes)
         if moved is not None:
-            with_hooks = [
-                (part, hooked(profile, part.view) if own and option is UNTOUCHED else option)
-                for (part, option), own in zip(picked, moved, strict=True)
-            ]
-            return Answer(solution, with_hooks, tuple(moved))
+            rows = zip(picked, with_hooks, moved, strict=True)
+            used = [with_hook if own else alone for alone, with_hook, own in rows]
+            return Answer(solution, used, tuple(moved))
     return None
 
 
