@@ -5,7 +5,7 @@ import dataclasses
 import torch
 
 from leanstep.imagine import Factory, ImaginedMeter, Ingredients, imagined_step, with_rises
-from leanstep.ir import Profile
+from leanstep.ir import Link, Profile
 from leanstep.ir.check import check_blocks, check_graph
 from leanstep.marks import marks_of
 from leanstep.owners import refuse_owners
@@ -64,5 +64,6 @@ def estimated_profile(
         ),
         company=tuple(company.notes(blocks)),
         estimated=True,
+        link=Link(target.link, target.link, target.memory_bytes),
     )
     return dataclasses.replace(draft, peak_bytes=simulate(draft).peak_bytes)

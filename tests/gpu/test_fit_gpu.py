@@ -67,3 +67,22 @@ def test_a_step_larger_than_the_device_is_fitted_and_verified():
         fitted.remove()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("bert-base", {"batch": 32, "seq": 512}), ("resnet50", {"batch": 64, "image": 224})],
+)
+def test_activations_on_the_host_cost_neither_bits_nor_budget(name, sizes):
+    model, batch, loss, optimizer = build(name, **sizes)
+    fitted = leanstep.fit(model, batch, loss, optimizer=optimizer, budget="70%")
+    assert fitted.plan.host_bytes > 0
+    assert not fitted.verdict.different
+    assert fitted.verdict.within_budget
+    fitted.remove()
+    alone = leanstep.fit(
+        model, batch, loss, optimizer=optimizer, budget="70%", offload=False, verify=False
+    )
+    assert alone.plan.host_bytes == 0
+    assert alone.plan.extra_seconds > fitted.plan.extra_seconds
+    alone.remove()

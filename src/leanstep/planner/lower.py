@@ -57,6 +57,7 @@ def lower(
         torch_version=profile.torch_version,
         notes=(
             _peak_note(profile, line),
+            *_host_notes(moved),
             *_notes("nothing can be dropped in", _stuck(profile, picked)),
             *_notes("run again as a whole:", [p.view for p, o in picked if _is_second_best(p, o)]),
             *notes,
@@ -82,6 +83,15 @@ def _with_offload(
         replace(effect, shifts=(*effect.shifts, *offload_shifts(views, place, own)))
         for place, (effect, own) in enumerate(zip(found, offload, strict=True))
     ]
+
+
+def _host_notes(offload: Sequence[tuple[Offload, ...]]) -> Iterator[str]:
+    nbytes = sum(entry.nbytes for own in offload for entry in own)
+    if nbytes:
+        yield (
+            f"{format_bytes(nbytes)} of activations wait in pinned host memory between forward and "
+            "backward (offload=False keeps all on the device)"
+        )
 
 
 def _stuck(profile: Profile, picked: Sequence[tuple[Part, Option]]) -> list[BlockGraph]:

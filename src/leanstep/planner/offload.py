@@ -26,7 +26,7 @@ from leanstep.simulator import shifted, timeline
 from leanstep.solvers.base import Bytes, Call, Choice, Problem, Solution
 
 # Copies of less than this are not worth their Python.
-LEAST_BYTES = 1 << 20
+LEAST_BYTES = 1 << 16
 
 # What of the measured rate is counted on: other traffic, and steps that run faster than measured.
 SHARE_OF_RATE = 0.92

@@ -19,6 +19,7 @@ class Device:
     name: str
     memory_bytes: int
     bandwidth: float
+    link: float
     launch_seconds: float
     peak_flops: Mapping[str, float]
     efficiency: Mapping[str, float]
