@@ -13,6 +13,7 @@ from leanstep.engines.context import Context
 from leanstep.engines.observer import Observer, observed
 from leanstep.engines.replay import Replayer
 from leanstep.engines.scope import Scope
+from leanstep.engines.validity import flat_call
 from leanstep.engines.whole import WholeModule
 from leanstep.ir import Decision, Engine
 from leanstep.torch_private import (
@@ -20,7 +21,6 @@ from leanstep.torch_private import (
     inside_transform,
     saving_hooks_are_set,
     saving_hooks_work,
-    tree_leaves,
 )
 from leanstep.units import format_bytes
 
@@ -158,7 +158,7 @@ class BlockRuntime:
             context = Context(self.name, rounds.saw_backward, observer=rounds.observer)
             with uncompiled():
                 return self.whole[place].run(context, module, forward, args, kwargs)
-        leaves = tree_leaves((args, kwargs)) if decision.border_in else ()
+        leaves = flat_call(args, kwargs)[0] if decision.border_in else ()
         gate = Gate(rounds.borders, leaves) if decision.border_in else None
         gives = rounds.borders if self.gives[place] else None
         context = Context(self.name, rounds.saw_backward, gate, gives, rounds.observer)
@@ -182,5 +182,5 @@ def _is_traced() -> bool:
 
 
 def _tensor_bytes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    leaves = tree_leaves((args, kwargs))
+    leaves, _ = flat_call(args, kwargs)
     return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
