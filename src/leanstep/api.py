@@ -26,8 +26,16 @@ from leanstep.recorder.signatures import Signatures
 from leanstep.simulator import simulate, static_bytes
 from leanstep.state import untouched
 from leanstep.step import Loss, TrainingStep, make_step
-from leanstep.truth import median_seconds, peak_rise_bytes, resident_bytes
+from leanstep.truth import (
+    median_issue_seconds,
+    median_seconds,
+    peak_rise_bytes,
+    resident_bytes,
+)
 from leanstep.verifier import judge, look_at_untouched
+
+# The share of a step's time beyond which it counts as all of it: what is left is measuring.
+_MOSTLY = 0.85
 
 
 def profile(
@@ -86,12 +94,14 @@ def profile_step(step: TrainingStep) -> Profile:
         # Optimizer state is made at the first step; it must be there before the recorded one.
         fits = first_run_fits(step)
         seconds = median_seconds(step.run, step.device) if fits else 0.0
+        issue = median_issue_seconds(step.run, step.device) if fits else 0.0
         resident = resident_bytes(step)
         company = Company()
         graph = record(step, signatures, attic=None if fits else Attic(), company=company)
         check_graph(graph)
         rise = _measured_rise(step, _repeats(graph)) if fits else 0
     costs, notes = measure(signatures.specs, signatures.that_write(graph), step.device)
+    ops_seconds = sum(costs[op.cost].seconds for op in graph.ops)
     marks = marks_of(step.model)
     blocks = find_blocks(step.model, graph, [path for path, _ in marks])
     check_blocks(graph, blocks)
@@ -99,7 +109,7 @@ def profile_step(step: TrainingStep) -> Profile:
         graph=graph,
         blocks=blocks,
         costs=tuple(with_recipes(costs, signatures.specs, step.device)),
-        step_seconds=seconds or sum(costs[op.cost].seconds for op in graph.ops),
+        step_seconds=seconds or ops_seconds,
         other_bytes=0,
         peak_bytes=0,
         device=device_name(step.device),
@@ -111,8 +121,19 @@ def profile_step(step: TrainingStep) -> Profile:
         fits_device=fits,
         company=tuple(company.notes(blocks)),
         link=measured_link(step.device),
+        issue_seconds=issue if is_launch_bound(issue, ops_seconds, seconds) else 0.0,
     )
     return _with_peak(draft, max(0, resident - static_bytes(draft)), rise)
+
+
+def is_launch_bound(issue_seconds: float, ops_seconds: float, step_seconds: float) -> bool:
+    """Whether the device waits for the CPU: ops that run again then cost the CPU's time.
+
+    Issuing takes as long as the step also where the code waits for the device (for a number, for
+    room in the queue); but then the device is busy all the time.
+    """
+    is_issue_slow = issue_seconds >= _MOSTLY * step_seconds
+    return issue_seconds > 0 and is_issue_slow and ops_seconds < _MOSTLY * step_seconds
 
 
 def _repeats(graph: Graph) -> int:

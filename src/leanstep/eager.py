@@ -20,7 +20,13 @@ from typing import Any
 
 import torch
 
-from leanstep.torch_private import COMPILED_CALL, is_compiler_on
+from leanstep.torch_private import (
+    COMPILED_CALL,
+    CompilerStepsAside,
+    active_compiler,
+    is_compiler_on,
+    leave_uncompiled,
+)
 
 REASON = (
     "leanstep: a block with a plan runs uncompiled. Compile without fullgraph=True, "
@@ -36,12 +42,21 @@ def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+@functools.cache
+def seldom_compiled(function: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+    """The same for what torch itself calls, often, and mostly where nothing is compiled."""
+    run: Callable[[Any], torch.Tensor] = never_compiled(function)
+
+    def call(argument: object) -> torch.Tensor:
+        return function(argument) if active_compiler() is None else run(argument)
+
+    leave_uncompiled(call)
+    return call
+
+
 def uncompiled() -> AbstractContextManager[None]:
     """Let what torch.compile has wrapped run as it was written, inside the block."""
-    if not is_compiler_loaded():
-        return nullcontext()
-    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
-    return stance
+    return CompilerStepsAside() if is_compiler_loaded() else nullcontext()
 
 
 def is_compiler_loaded() -> bool:

@@ -51,8 +51,9 @@ class Replay:
     recipe: RecipeCost | None = None
 
     def seconds(self, profile: Profile) -> float:
-        """The time it takes."""
-        return profile.seconds(self.op) if self.recipe is None else self.recipe.seconds
+        """The time it takes: on the device, or to issue it where the device waits for the CPU."""
+        seconds = profile.seconds(self.op) if self.recipe is None else self.recipe.seconds
+        return max(seconds, profile.launch_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +64,10 @@ class Effect:
     replays: tuple[Replay, ...] = ()
 
     def seconds(self, profile: Profile) -> float:
-        """The time of everything that runs again."""
-        return sum(replay.seconds(profile) for replay in self.replays)
+        """What it adds to the step: the time of all that runs again, and of the call's own work."""
+        if not self.shifts and not self.replays:
+            return 0.0
+        return sum(replay.seconds(profile) for replay in self.replays) + profile.call_seconds
 
 
 def decision_effect(view: BlockGraph, decision: Decision) -> Effect:

@@ -23,6 +23,9 @@ from leanstep.truth import return_cached
 from leanstep.units import check_budget, format_bytes, parse_budget
 from leanstep.verifier import Look, judge, look_at_untouched
 
+# The share of the budget that may stay unused before a plan is made anew.
+_MUCH_WASTED = 0.01
+
 
 @dataclass(frozen=True, repr=False)
 class Fit:
@@ -133,16 +136,58 @@ def _fit(
         applied.remove()
         recorded, applied = _rehearsed(step, _corrected(recorded, verdict), plan_for)
         verdict = _verdict(step, applied, before)
+    elif (tighter := _tightened(recorded, verdict)) is not None:
+        first = Fit(recorded, applied.plan, verdict, applied)
+        return _better(step, first, before, tighter, plan_for)
     return Fit(recorded, applied.plan, verdict, applied)
 
 
 def _corrected(recorded: Profile, verdict: Verdict) -> Profile:
     missed = max(0, verdict.measured_peak_bytes - verdict.predicted_peak_bytes)
+    return _with_slack(recorded, missed)
+
+
+def _tightened(recorded: Profile, verdict: Verdict) -> Profile | None:
+    """The profile less what its account has too much, where that wastes some of the budget.
+
+    Never so much that the untouched step would need more than is predicted for it.
+    """
+    wasted = min(verdict.predicted_peak_bytes, verdict.budget_bytes) - verdict.measured_peak_bytes
+    excess = min(
+        verdict.predicted_peak_bytes - verdict.measured_peak_bytes,
+        recorded.peak_bytes - verdict.baseline_peak_bytes,
+    )
+    is_wasted = wasted > _MUCH_WASTED * verdict.budget_bytes and excess > 0
+    return _with_slack(recorded, -excess) if is_wasted else None
+
+
+def _with_slack(recorded: Profile, more_bytes: int) -> Profile:
     return replace(
         recorded,
-        slack_bytes=recorded.slack_bytes + missed,
-        peak_bytes=recorded.peak_bytes + missed,
+        slack_bytes=recorded.slack_bytes + more_bytes,
+        peak_bytes=recorded.peak_bytes + more_bytes,
     )
+
+
+def _better(
+    step: TrainingStep,
+    first: Fit,
+    before: Look,
+    tighter: Profile,
+    plan_for: Callable[[Profile], Plan],
+) -> Fit:
+    """Try once what a tighter account is worth; the first plan stays unless it is beaten."""
+    if plan_for(tighter).extra_seconds >= first.plan.extra_seconds:
+        return first
+    first.applied.pause()
+    recorded, applied = _rehearsed(step, tighter, plan_for)
+    verdict = _verdict(step, applied, before)
+    is_cheaper = applied.plan.extra_seconds < first.plan.extra_seconds
+    if verdict.within_budget and is_cheaper:
+        return Fit(recorded, applied.plan, verdict, applied)
+    applied.remove()
+    first.applied.resume()
+    return first
 
 
 def _budget_bytes(budget: str | int, step: TrainingStep, recorded: Profile) -> int:

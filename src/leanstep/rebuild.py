@@ -55,7 +55,8 @@ class Program:
     """Everything that may have to run again for one block call.
 
     `wanted` are the dropped values with the number of saves of each, `sources` the kept values
-    that rebuilding each of them starts from. `uses` counts the readers of each rebuilt storage.
+    that rebuilding each of them starts from; `needs` counts the saves that each of these is for.
+    `uses` counts the readers of each rebuilt storage.
     """
 
     reruns: Mapping[int, Rerun]
@@ -64,6 +65,7 @@ class Program:
     wanted: Mapping[Value, int]
     sources: Mapping[Value, frozenset[Value]]
     all_sources: frozenset[Value]
+    needs: Mapping[Value, int]
     uses: Mapping[int, int]
     known: "_Known" = field(default_factory=lambda: _Known(), compare=False, repr=False)
 
@@ -100,6 +102,7 @@ def build_program(
         wanted=dict(wanted),
         sources=sources,
         all_sources=all_sources,
+        needs=_needs(wanted, sources),
         uses=_uses(reruns.values(), wanted, all_sources),
     )
 
@@ -157,6 +160,16 @@ def _readers(reruns: Iterable[Rerun]) -> dict[Value, tuple[int, ...]]:
         for value in op.reads:
             readers.setdefault(value, []).append(op.index)
     return {value: tuple(indices) for value, indices in readers.items()}
+
+
+def _needs(
+    wanted: Mapping[Value, int], sources: Mapping[Value, frozenset[Value]]
+) -> dict[Value, int]:
+    needs: dict[Value, int] = {}
+    for value, count in wanted.items():
+        for source in sources[value]:
+            needs[source] = needs.get(source, 0) + count
+    return needs
 
 
 def _uses(

@@ -147,7 +147,8 @@ def _breakdown(
 ) -> tuple[tuple[Category, int], ...]:
     """The bytes of each category at one point; what its op adds counts as temporary."""
     totals = dict.fromkeys(Category, 0)
-    totals[Category.OTHER] = profile.other_bytes + profile.slack_bytes
+    # Slack is below zero where the account was seen to be too high.
+    totals[Category.OTHER] = max(0, profile.other_bytes + profile.slack_bytes)
     for storage in profile.graph.storages:
         if storage.birth < position <= storage.death:
             totals[storage.category] += storage.nbytes

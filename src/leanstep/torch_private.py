@@ -128,9 +128,14 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
 
     Below autograd, where dispatch modes run, `detach` alone would begin to count anew.
     """
-    views = torch._C.DispatchKey.ADInplaceOrView
-    with torch._C._SetExcludeDispatchKeyGuard(views, False):
+    if not torch._C._dispatch_tls_is_dispatch_key_excluded(_VIEWS):
         return tensor.detach()
+    with torch._C._SetExcludeDispatchKeyGuard(_VIEWS, False):
+        return tensor.detach()
+
+
+# The layer of dispatch that lets a view share its base's count of writes.
+_VIEWS = torch._C.DispatchKey.ADInplaceOrView
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -138,7 +143,19 @@ def version(tensor: torch.Tensor) -> int:
 
     Nobody counts for tensors made in inference mode.
     """
-    return 0 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:
+        # Asked first, `is_inference` would take longer than the answer.
+        return 0
+
+
+def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """How often each of some tensors was written."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        return [version(tensor) for tensor in tensors]
 
 
 @contextmanager
@@ -183,6 +200,40 @@ def is_compiler_on() -> bool:
     if loaded is None:
         return False
     return loaded._stance.stance != "force_eager" and not loaded.config.disable
+
+
+# What compiles the frames that begin now on this thread; None: nothing does. The function itself,
+# for a function around it would be a frame to compile.
+active_compiler: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+
+def leave_uncompiled(function: Any) -> None:
+    """Let the compiler pass over a function's own frame; what it calls is another matter."""
+    # Late: this loads the compiler.
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(function.__code__)
+
+
+class CompilerStepsAside:
+    """Let what was compiled run as it was written, once the compiler is loaded.
+
+    Does what `torch.compiler.set_stance("force_eager")` does, in a fifth of its time.
+    """
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        compiler = sys.modules[COMPILED_CALL[0]]
+        self._before = compiler._set_stance(_force_eager())
+
+    def __exit__(self, *_: object) -> None:
+        sys.modules[COMPILED_CALL[0]]._set_stance(self._before)
+
+
+@functools.cache
+def _force_eager() -> Any:
+    return sys.modules[COMPILED_CALL[0]].DynamoStance("force_eager")
 
 
 # The child of the modules that `checkpoint_wrapper` of torch.distributed puts around others.

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -47,14 +48,31 @@ def cuda_bytes(nbytes: int) -> int:
     return -(-nbytes // _CUDA_ROUNDING_BYTES) * _CUDA_ROUNDING_BYTES
 
 
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """What the allocator saw of one step.
+
+    `rise_bytes` is how far the level rose above its start. `reserved_bytes` is the most that the
+    allocator held of the device for it, gaps included; the CPU's keeps no such pool: 0.
+    """
+
+    rise_bytes: int
+    reserved_bytes: int = 0
+
+
 def peak_rise_bytes(step: Callable[[], object], device: torch.device) -> int:
     """How far the level rises above its start in a step, after one warm step."""
+    return measured_peak(step, device).rise_bytes
+
+
+def measured_peak(step: Callable[[], object], device: torch.device) -> Peak:
+    """What the allocator sees of a step, after one warm step."""
     if device.type == "cuda":
-        return _cuda_peak_rise(step, device)
+        return _cuda_peak(step, device)
     for _ in range(3):
         changes = _cpu_changes(step)
         if sum(changes) == 0:
-            return _highest(changes)
+            return Peak(_highest(changes))
     raise MeasureError(
         f"the step's memory does not return to its start ({sum(changes):+,} bytes): "
         "does something in it keep tensors from step to step?"
@@ -93,19 +111,46 @@ def median_seconds(step: Callable[[], object], device: torch.device, repeats: in
     return sorted(seconds)[len(seconds) // 2]
 
 
+def median_issue_seconds(
+    step: Callable[[], object], device: torch.device, repeats: int = 3
+) -> float:
+    """The median time until a warm step is issued to a GPU; 0 for a CPU, which runs it at once."""
+    if device.type != "cuda":
+        return 0.0
+    seconds: list[float] = []
+    while len(seconds) < repeats and sum(seconds) < _ENOUGH_SECONDS:
+        _synchronize(device)
+        start = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start)
+    _synchronize(device)
+    return sorted(seconds)[len(seconds) // 2]
+
+
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def _cuda_peak_rise(step: Callable[[], object], device: torch.device) -> int:
+def _cuda_peak(step: Callable[[], object], device: torch.device) -> Peak:
+    # What earlier steps left in the pool would count as reserved by this one.
+    return_cached(device)
     step()
     torch.cuda.synchronize(device)
     start = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     step()
     torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - start
+    rise = torch.cuda.max_memory_allocated(device) - start
+    return Peak(rise, torch.cuda.max_memory_reserved(device))
+
+
+def has_expandable_segments(device: torch.device) -> bool:
+    """Whether the allocator may join what it holds, so that gaps are of use."""
+    if device.type != "cuda":
+        return False
+    segments = torch.cuda.memory_snapshot()
+    return any(segment["is_expandable"] for segment in segments)
 
 
 def _cpu_changes(step: Callable[[], object]) -> list[int]:

@@ -11,7 +11,13 @@ from leanstep.ir import Verdict
 from leanstep.recorder import in_host_memory
 from leanstep.state import untouched
 from leanstep.step import TrainingStep
-from leanstep.truth import median_seconds, peak_rise_bytes, resident_bytes
+from leanstep.truth import (
+    Peak,
+    has_expandable_segments,
+    measured_peak,
+    median_seconds,
+    resident_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,7 @@ class Look:
     outcome: Outcome
     again: Outcome
     resident_bytes: int
-    rise_bytes: int
+    peak: Peak
     fits_device: bool = True
 
 
@@ -42,8 +48,8 @@ def look(step: TrainingStep) -> Look:
         # Optimizer state is made at the first step and counts in the peak from then on.
         step.first_run()
         resident = resident_bytes(step)
-        rise = peak_rise_bytes(step.run, step.device)
-    return Look(outcome, again, resident, rise)
+        peak = measured_peak(step.run, step.device)
+    return Look(outcome, again, resident, peak)
 
 
 def look_at_untouched(step: TrainingStep, *, fits_device: bool) -> Look:
@@ -53,7 +59,7 @@ def look_at_untouched(step: TrainingStep, *, fits_device: bool) -> Look:
     """
     if fits_device:
         return look(step)
-    return Look(*_outcomes(step, in_host_memory), 0, 0, fits_device=False)
+    return Look(*_outcomes(step, in_host_memory), 0, Peak(0), fits_device=False)
 
 
 def _outcomes(
@@ -131,11 +137,11 @@ def judge(step: TrainingStep, applied: Applied, before: Look) -> Verdict:
     known = plan.peak_bytes - plan.movable_bytes if on_cpu else 0
     return Verdict(
         budget_bytes=plan.budget_bytes,
-        baseline_peak_bytes=before.rise_bytes + max(before.resident_bytes, known)
+        baseline_peak_bytes=before.peak.rise_bytes + max(before.resident_bytes, known)
         if fits_device
         else plan.unplanned_peak_bytes,
         predicted_peak_bytes=plan.peak_bytes,
-        measured_peak_bytes=after.rise_bytes + max(after.resident_bytes, known),
+        measured_peak_bytes=after.peak.rise_bytes + max(after.resident_bytes, known),
         baseline_seconds=baseline_seconds,
         predicted_seconds=baseline_seconds + plan.extra_seconds,
         measured_seconds=measured_seconds,
@@ -149,6 +155,9 @@ def judge(step: TrainingStep, applied: Applied, before: Look) -> Verdict:
         baseline_fits=fits_device,
         inexact_allowed=not plan.exact,
         largest_difference=max((distance for distance, _ in apart.values()), default=0.0),
+        baseline_reserved_bytes=before.peak.reserved_bytes,
+        measured_reserved_bytes=after.peak.reserved_bytes,
+        expandable_segments=has_expandable_segments(step.device),
         beyond_tolerance=tuple(name for name, (far, most) in apart.items() if not far <= most),
     )
 

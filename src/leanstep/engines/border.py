@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from leanstep.engines.ready import AnySource
 from leanstep.engines.recording import Ref, look_at
 from leanstep.recorder.values import has_storage
 from leanstep.step import autocast_is_on, no_autocast
 from leanstep.torch_private import storage_address, version
 
 if TYPE_CHECKING:
-    from leanstep.engines.context import AnySource, Context
+    from leanstep.engines.context import Context
 
 
 class Border:
@@ -145,7 +146,7 @@ class Guarded:
 
     __slots__ = ("_gate", "_source")
 
-    def __init__(self, gate: Gate, source: "AnySource") -> None:
+    def __init__(self, gate: Gate, source: AnySource) -> None:
         self._gate, self._source = gate, source
 
     def tensor(self) -> torch.Tensor:

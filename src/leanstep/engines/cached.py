@@ -7,15 +7,17 @@ as it happens; a call that turns out to be another one runs again, recorded.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
-from leanstep.eager import never_compiled
+from leanstep.eager import seldom_compiled
 from leanstep.engines.context import Context, ReplayError, unpack
 from leanstep.engines.live import LiveCall, storage_copy
 from leanstep.engines.randomness import CudaDraw, cuda_state
+from leanstep.engines.ready import ReadyOp, make_ready
 from leanstep.engines.recording import GENERATOR, RecordedOp, Ref, look_at, without_history
 from leanstep.ir import Value
 from leanstep.rebuild import Program
@@ -44,7 +46,7 @@ class Attribute:
 
     def find(self, modules: list[nn.Module]) -> torch.Tensor | None:
         """The tensor, where it is as it was recorded."""
-        own = vars(modules[self.module])
+        own = modules[self.module].__dict__
         found = (own if self.group == "__dict__" else own[self.group]).get(self.name)
         if isinstance(found, torch.Tensor) and has_storage(found) and _layout(found) == self.layout:
             return found
@@ -78,13 +80,21 @@ class Template:
     parks: Mapping[int, str] = field(default_factory=dict)
     statistics: frozenset[Value] = frozenset()
 
+    @cached_property
+    def ready(self) -> dict[int, ReadyOp]:
+        """The ops, prepared to run again."""
+        return make_ready(self.ops)
+
     def fits(self, modules: list[nn.Module]) -> bool:
         """Whether the modules' tensors that a replay starts from look as they did."""
         for attributes in self.shared:
-            found = [attribute.find(modules) for attribute in attributes]
-            addresses = {None if tensor is None else storage_address(tensor) for tensor in found}
-            if None in addresses or len(addresses) > 1:
+            first = attributes[0].find(modules)
+            if first is None:
                 return False
+            for other in attributes[1:]:
+                found = other.find(modules)
+                if found is None or storage_address(found) != storage_address(first):
+                    return False
         return True
 
     def same_as(self, other: "Template") -> bool:
@@ -237,7 +247,7 @@ class CachedCall:
         template = self.template
         random_state = torch.get_rng_state() if template.draws_on_cpu else None
         start = None if template.cuda_device is None else cuda_state(template.cuda_device)
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, never_compiled(unpack)):
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, seldom_compiled(unpack)):
             out = forward(*args, **kwargs)
         if self.surprise:
             # The user's code has caught what a save raised.
@@ -253,7 +263,7 @@ class CachedCall:
             for value in template.statistics:
                 found = self._find(template.locators[value], arguments, modules)
                 sources[value] = self.context.source(storage_copy(found))
-            self.context.fill(template.program, template.ops, sources, random_state, start)
+            self.context.fill(template.program, template.ready, sources, random_state, start)
         if template.borders:
             self._give(tree_leaves(out))
         self._kept.clear()
@@ -299,17 +309,15 @@ class CachedCall:
     def _find(
         self, locator: Locator, arguments: list[torch.Tensor], modules: list[nn.Module]
     ) -> torch.Tensor:
-        match locator:
-            case Argument(place):
-                return without_history(arguments[place])
-            case Saved(place):
-                return self._kept[place]
-            case Attribute() as attribute:
-                found = attribute.find(modules)
-                if found is None:
-                    raise self._surprise(f"changed its {attribute.name} during the call")
-                # A weight that is computed has a history, which may lead back to this very call.
-                return without_history(found)
+        if isinstance(locator, Attribute):
+            found = locator.find(modules)
+            if found is None:
+                raise self._surprise(f"changed its {locator.name} during the call")
+            # A weight that is computed has a history, which may lead back to this very call.
+            return without_history(found)
+        if isinstance(locator, Saved):
+            return self._kept[locator.place]
+        return without_history(arguments[locator.place])
 
     def _surprise(self, what: str) -> ReplayError:
         self.surprise = what

@@ -6,7 +6,6 @@ refers to a handle, so nothing here is a cycle and everything goes when autograd
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,40 +13,41 @@ import torch
 from leanstep.engines.border import Border, Borders, BorderSource, Gate, Guarded
 from leanstep.engines.observer import Observer, observed
 from leanstep.engines.parking import ParkedSource, Spaces
-from leanstep.engines.randomness import CudaDraw, cpu_draws_from, cuda_draws_from
-from leanstep.engines.recording import GENERATOR, RecordedOp, Ref
+from leanstep.engines.randomness import CudaDraw
+from leanstep.engines.ready import AnySource, Held, ReadyOp, replay
+from leanstep.engines.recording import Ref
 from leanstep.errors import LeanstepError
 from leanstep.ir import Value
 from leanstep.rebuild import Program, Session
-from leanstep.recorder.facts import tensors_in
 from leanstep.step import autocast_is_on, no_autocast
 from leanstep.torch_private import below_autograd, version
 
 
-@dataclass(frozen=True, slots=True)
 class Source:
     """A kept tensor, and how often it had been written when it was kept."""
 
-    tensor: torch.Tensor
-    version: int
+    __slots__ = ("_tensor", "_version")
 
-    @staticmethod
-    def of(tensor: torch.Tensor) -> "Source":
-        """Keep a tensor as it is now."""
-        return Source(tensor, version(tensor))
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self._version = tensor, version(tensor)
+
+    def as_it_is(self) -> "Source":
+        """The same tensor, kept as it is now."""
+        return Source(self._tensor)
+
+    def tensor(self) -> torch.Tensor:
+        """What autograd gets that asks for it."""
+        return self.unchanged("a block")
 
     def unchanged(self, block_name: str) -> torch.Tensor:
         """The tensor, if nobody has written it since; hooks switch autograd's own check off."""
-        if version(self.tensor) != self.version:
+        if version(self._tensor) != self._version:
             raise RuntimeError(
                 f"leanstep: a tensor that {block_name} needs for backward was changed in place "
                 "after its forward, so gradients cannot be computed. Change it out of place, or "
                 "train without leanstep to see whether autograd allows it there."
             )
-        return self.tensor
-
-
-AnySource = Source | BorderSource | ParkedSource
+        return self._tensor
 
 
 class ReplayError(LeanstepError):
@@ -62,16 +62,13 @@ class Context:
     """
 
     __slots__ = (
-        "_buffers",
-        "_cuda_base",
         "_gone",
+        "_held",
         "_needs",
         "_ops",
         "_pinned",
         "_program",
-        "_random_state",
         "_session",
-        "_sources",
         "block_name",
         "borders",
         "early",
@@ -93,7 +90,6 @@ class Context:
         self.block_name, self.observer, self.spaces = block_name, observer, spaces
         self.gate, self.borders = gate, borders
         self.on_backward = on_backward
-        self._buffers: dict[int, torch.Tensor] = {}
         self._session: Session | None = None
         self._pinned: dict[Value, Source] = {}
         self._gone: list[Value] = []
@@ -109,17 +105,17 @@ class Context:
 
     def pin(self, value: Value, tensor: torch.Tensor) -> None:
         """Answer every request for a value with this tensor."""
-        self._pinned[value] = Source.of(tensor)
+        self._pinned[value] = Source(tensor)
 
-    def source(self, tensor: torch.Tensor) -> "AnySource":
+    def source(self, tensor: torch.Tensor) -> AnySource:
         """A tensor to start replays from: as it is, or the border it looks at, or parked."""
         parked = None if self.spaces is None else self.spaces.find(tensor)
         if parked is not None:
             return ParkedSource(parked, tensor)
         border = None if self.gate is None else self.gate.find(tensor)
-        return Source.of(tensor) if border is None else BorderSource(border, tensor)
+        return Source(tensor) if border is None else BorderSource(border, tensor)
 
-    def packed(self, tensor: torch.Tensor) -> "AnySource | Guarded":
+    def packed(self, tensor: torch.Tensor) -> AnySource | Guarded:
         """What autograd shall hold for a kept tensor."""
         source = self.source(tensor)
         if self.observer is not None and isinstance(source, ParkedSource):
@@ -145,8 +141,8 @@ class Context:
     def fill(
         self,
         program: Program,
-        ops: Mapping[int, RecordedOp],
-        sources: dict[Value, "AnySource"],
+        ops: Mapping[int, ReadyOp],
+        sources: dict[Value, AnySource],
         random_state: torch.Tensor | None,
         cuda_base: CudaDraw | None = None,
     ) -> None:
@@ -154,16 +150,12 @@ class Context:
 
         With a `cuda_base` the ops' draws are counted from there.
         """
-        self._cuda_base = cuda_base
-        self._program, self._ops, self._sources = program, ops, sources
-        self._random_state = random_state
+        self._held = Held(self.block_name, sources, random_state, cuda_base)
+        self._program, self._ops = program, ops
         self._session = Session(program)
-        self._needs: dict[Value, int] = {}
-        for value, count in program.wanted.items():
-            for source in program.sources[value]:
-                self._needs[source] = self._needs.get(source, 0) + count
+        self._needs = dict(program.needs)
         # What was written since was written by the call: autograd wants it as it is now.
-        self._pinned = {value: Source.of(pin.tensor) for value, pin in self._pinned.items()}
+        self._pinned = {value: pin.as_it_is() for value, pin in self._pinned.items()}
         for value in self._gone:
             if value in program.wanted:
                 self.answered(value)
@@ -182,20 +174,17 @@ class Context:
                 f"{self.block_name} runs backward inside its own forward, through tensors that the "
                 'plan drops. Profile it as it runs now, or fit it with engine="module".'
             )
-        if value in self._sources:
-            return ref.of(self._read(value))
+        held = self._held
+        if value in held.sources:
+            return ref.of(held.read(value))
         with below_autograd():
-            for run in session.request(value):
-                op = self._ops[run.op.index]
-                with torch.set_grad_enabled(op.grad_enabled):
-                    self._run(op)
-                for storage in run.frees:
-                    self._buffers.pop(storage, None)
-            tensor = ref.of(self._buffers[value.storage])
+            if runs := session.request(value):
+                replay(runs, self._ops, held)
+            tensor = ref.of(held.buffers[value.storage])
         if first_time:
             self.answered(value)
         elif session.served_again(value):
-            self._buffers.pop(value.storage, None)
+            held.buffers.pop(value.storage, None)
         return tensor
 
     def answered(self, value: Value) -> None:
@@ -203,7 +192,7 @@ class Context:
         if self._session is None or value not in self._program.wanted:
             return
         if self._session.served(value):
-            self._buffers.pop(value.storage, None)
+            self._held.buffers.pop(value.storage, None)
 
     def released(self, value: Value) -> None:
         """Let go of the sources that only this handle needed."""
@@ -211,48 +200,11 @@ class Context:
             # Forward let it go again: counted once it is known what is needed.
             self._gone.append(value)
             return
+        needs = self._needs
         for source in self._program.sources.get(value, ()):
-            self._needs[source] -= 1
-            if not self._needs[source]:
-                self._sources.pop(source, None)
-                if source.storage == GENERATOR:
-                    self._random_state = None
-
-    def _run(self, op: RecordedOp) -> None:
-        args = [self._tensors(arg) for arg in op.args]
-        kwargs = {name: self._tensors(arg) for name, arg in op.kwargs.items()}
-        if op.draw is not None:
-            with cuda_draws_from(op.draw.after(self._cuda_base)):
-                out = op.func(*args, **kwargs)
-        elif op.rerun.reads and op.rerun.reads[-1].storage == GENERATOR:
-            with cpu_draws_from(self._state_for(op.rerun.reads[-1])):
-                out = op.func(*args, **kwargs)
-        else:
-            out = op.func(*args, **kwargs)
-        if op.births:
-            leaves = list(tensors_in(out))
-            for storage, leaf in op.births:
-                self._buffers[storage] = leaves[leaf]
-
-    def _state_for(self, value: Value) -> torch.Tensor:
-        """The generator's state before a draw; the first one starts from a copy of the call's."""
-        assert self._random_state is not None
-        if value.version == 0:
-            self._buffers[GENERATOR] = self._random_state.clone()
-        return self._buffers[GENERATOR]
-
-    def _tensors(self, argument: Any) -> Any:
-        if isinstance(argument, Ref):
-            return argument.of(self._read(argument.value))
-        if isinstance(argument, (list, tuple)):
-            return type(argument)([self._tensors(item) for item in argument])
-        return argument
-
-    def _read(self, value: Value) -> torch.Tensor:
-        source = self._sources.get(value)
-        if source is None:
-            return self._buffers[value.storage]
-        return source.unchanged(self.block_name)
+            needs[source] -= 1
+            if not needs[source]:
+                self._held.release(source)
 
 
 class Handle:
@@ -303,9 +255,5 @@ class ObservedHandle(Handle):
 
 def unpack(packed: Any) -> torch.Tensor:
     """Answer autograd: a kept tensor is itself, a handle is rebuilt."""
-    if isinstance(packed, Handle | Guarded):
-        return packed.tensor()
-    if isinstance(packed, Source | ParkedSource):
-        return packed.unchanged("a block")
-    tensor: torch.Tensor = packed
+    tensor: torch.Tensor = packed if isinstance(packed, torch.Tensor) else packed.tensor()
     return tensor

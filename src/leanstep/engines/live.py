@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from leanstep.eager import never_compiled
+from leanstep.eager import seldom_compiled
 from leanstep.engines.context import Context, unpack
+from leanstep.engines.ready import make_ready
 from leanstep.engines.recording import GENERATOR, CallRecorder, RecordedOp, Ref
 from leanstep.engines.scope import Scope
 from leanstep.ir import Value
@@ -59,7 +60,7 @@ class LiveCall:
     ) -> Any:
         """Call the block and leave the context ready for backward; `then` may look at it all."""
         try:
-            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, never_compiled(unpack))
+            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, seldom_compiled(unpack))
             with hooks, self.recorder:
                 out = forward(*args, **kwargs)
             leaves = [] if self.context.borders is None else tree_leaves(out)
@@ -95,7 +96,7 @@ class LiveCall:
                 for value in program.all_sources
                 if value.storage != GENERATOR
             }
-            context.fill(program, self.ops_of(program), sources, self.random_state)
+            context.fill(program, make_ready(self.ops_of(program)), sources, self.random_state)
             return context.rebuild(ref, first_time=True)
         finally:
             self.recorder.paused = paused
@@ -222,7 +223,7 @@ class LiveCall:
             for value in self.program.all_sources
             if value.storage != GENERATOR
         }
-        ops = self.ops_of(self.program)
+        ops = make_ready(self.ops_of(self.program))
         draws = Value(GENERATOR, 0) in self.program.all_sources
         self.context.fill(self.program, ops, sources, self.random_state if draws else None)
 

@@ -33,7 +33,7 @@ from leanstep.torch_private import storage_address
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _SEQUENCES = (list, tuple, deque, torch.Size)
 _MAPPINGS = (dict, OrderedDict, defaultdict)
-_ITSELF = (
+ITSELF = (
     *(type, ModuleType, CodeType, torch.dtype, torch.device, Enum),
     # What stands in a class for attributes that are kept in C; the values are the objects' parts.
     *(GetSetDescriptorType, MemberDescriptorType, WrapperDescriptorType, MethodDescriptorType),
@@ -85,7 +85,7 @@ class _Look:
     def at(self, value: Any) -> Any:
         if isinstance(value, PLAIN):
             return (type(value), value)
-        if isinstance(value, _ITSELF):
+        if isinstance(value, ITSELF):
             return value
         if isinstance(value, torch.Tensor):
             if self._looks.apart_from and storage_address(value) in self._looks.apart_from:

@@ -17,7 +17,7 @@ from leanstep.engines.randomness import (
     set_other_random_states,
 )
 from leanstep.engines.validity import Watch, same
-from leanstep.torch_private import global_forward_hooks, version
+from leanstep.torch_private import global_forward_hooks, versions
 
 
 class Rewind:
@@ -48,4 +48,4 @@ class Rewind:
 
 
 def _versions(watch: Watch, arguments: list[torch.Tensor]) -> list[int]:
-    return [version(tensor) for tensor in (*watch.tensors(), *arguments)]
+    return versions([*watch.tensors(), *arguments])

@@ -14,6 +14,7 @@ from leanstep.engines.observer import Observer, observed
 from leanstep.engines.parking import Lot, Spaces
 from leanstep.engines.replay import Replayer
 from leanstep.engines.scope import Scope
+from leanstep.engines.validity import flat_call
 from leanstep.engines.whole import WholeModule
 from leanstep.ir import Decision, Engine
 from leanstep.torch_private import (
@@ -21,7 +22,6 @@ from leanstep.torch_private import (
     inside_transform,
     saving_hooks_are_set,
     saving_hooks_work,
-    tree_leaves,
 )
 from leanstep.units import format_bytes
 
@@ -177,7 +177,7 @@ class BlockRuntime:
             context = Context(self.name, rounds.saw_backward, observer=rounds.observer)
             with uncompiled():
                 return self.whole[place].run(context, module, forward, args, kwargs)
-        leaves = tree_leaves((args, kwargs)) if decision.border_in else ()
+        leaves = flat_call(args, kwargs)[0] if decision.border_in else ()
         gate = Gate(rounds.borders, leaves) if decision.border_in else None
         gives = rounds.borders if self.gives[place] else None
         offloads = self.offloads[place]
@@ -203,5 +203,5 @@ def _is_traced() -> bool:
 
 
 def _tensor_bytes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    leaves = tree_leaves((args, kwargs))
+    leaves, _ = flat_call(args, kwargs)
     return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))

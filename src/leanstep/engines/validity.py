@@ -19,7 +19,7 @@ from leanstep.engines.reach import Executed, Reach, is_users
 from leanstep.generators import HeldGenerators
 from leanstep.torch_private import HOOK_GROUPS, global_hooks, storage_address, tree_flatten
 
-_MISSING = object()
+MISSING = object()
 _MODULE_OWN = frozenset(vars(nn.Module()))
 
 
@@ -31,7 +31,7 @@ def call_key(
     Objects (a cache of keys and values, say) are looked into where their `kinds` are collected.
     The call may change them: whoever means to run it a second time must not ask for that.
     """
-    leaves, structure = tree_flatten((args, kwargs))
+    leaves, structure = flat_call(args, kwargs)
     tensors: list[torch.Tensor] = []
     looks: list[Any] = []
     first_with: dict[int, int] = {}
@@ -52,6 +52,22 @@ def call_key(
     if kinds is not None:
         looks.extend(Looks(None, kinds, apart_from=first_with).of(leaf) for leaf in objects)
     return (structure, tuple(looks), _modes()), tensors
+
+
+def flat_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    """The leaves of a call's arguments, and how they are nested.
+
+    Most calls get tensors and plain values alone, and torch's own flattening takes ten times as
+    long to find that out.
+    """
+    leaves = [*args, *kwargs.values()]
+    if all(map(_is_leaf, leaves)):
+        return leaves, (len(args), *kwargs)
+    return tree_flatten((args, kwargs))
+
+
+def _is_leaf(argument: Any) -> bool:
+    return isinstance(argument, (torch.Tensor, *PLAIN))
 
 
 def _tensor_look(tensor: torch.Tensor) -> Any:
@@ -95,53 +111,51 @@ class Watch:
         self.modules = modules
         reach = Reach([*modules, *kinds], executed)
         self.missing = reach.missing
-        self._looks = Looks(None if executed.any_name else reach.names)
-        self._owners = [vars(module) for module in modules]
-        self._generators = HeldGenerators(modules)
-        self._named = list(reach.globals.values())
-        self.may_draw = any(
-            _name_of(own.get(name)) in ("random", "numpy") for own, name in self._named
-        )
-        self._cells = list(reach.cells.values())
-        self._functions = list(reach.functions.values())
-        self._attributes: list[tuple[Mapping[str, Any], str]] = []
-        for module, own in zip(modules, self._owners, strict=True):
+        self.looks = Looks(None if executed.any_name else reach.names)
+        self.owners = [vars(module) for module in modules]
+        self.generators = HeldGenerators(modules)
+        named = list(reach.globals.values())
+        self.may_draw = any(_name_of(own.get(name)) in ("random", "numpy") for own, name in named)
+        self.cells = list(reach.cells.values())
+        self.functions = list(reach.functions.values())
+        self.places: list[tuple[Mapping[str, Any], str]] = []
+        for module, own in zip(modules, self.owners, strict=True):
             of_user = is_users(type(module).__module__)
             for name, value in own.items():
                 # Of what torch's own modules hold, their ops depend on nothing but plain values.
                 is_read = of_user and (executed.any_name or name in reach.names)
                 is_watched = is_read or _is_plain_in_torch(value)
                 if isinstance(value, PLAIN) or (is_watched and name not in _MODULE_OWN):
-                    self._attributes.append((own, name))
+                    self.places.append((own, name))
+        self.places.extend(named)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """The parameters and buffers of the modules."""
-        for own in self._owners:
+        for own in self.owners:
             for group in ("_parameters", "_buffers"):
                 yield from (tensor for tensor in own[group].values() if tensor is not None)
 
     @property
     def fires_hooks(self) -> bool:
         """Whether a module inside the block has hooks."""
-        inner = self._owners[1:]
+        inner = self.owners[1:]
         return any(own["_forward_hooks"] or own["_forward_pre_hooks"] for own in inner)
 
     @property
     def counts_batches(self) -> bool:
         """Whether a module has running statistics, which are written without a trace."""
-        return any(own["_buffers"].get("running_mean") is not None for own in self._owners)
+        return any(own["_buffers"].get("running_mean") is not None for own in self.owners)
 
     def state(self) -> list[Any]:
         """What is watched as it is now; compare two with `same`."""
-        of = self._looks.of
-        state = [of(own.get(name, _MISSING)) for own, name in self._attributes]
-        state.extend(of(own.get(name, _MISSING)) for own, name in self._named)
-        state.extend(map(of, self._cells))
-        state.extend(of(function.__defaults__) for function in self._functions)
-        state.extend(of(function.__kwdefaults__) for function in self._functions)
-        state.extend(self._generators.states())
+        of = self.looks.of
+        state = [of(own.get(name, MISSING)) for own, name in self.places]
+        state.extend(map(of, self.cells))
+        state.extend(of(function.__defaults__) for function in self.functions)
+        state.extend(of(function.__kwdefaults__) for function in self.functions)
+        state.extend(self.generators.states())
         state.extend(map(tuple, global_hooks()))
-        for own in self._owners:
+        for own in self.owners:
             state.append(len(own))
             # Those of backward make forward pass its tensors through a function of torch's.
             state.extend(tuple(own[group]) for group in HOOK_GROUPS)
@@ -155,6 +169,8 @@ class Watch:
 
 def same(old: list[Any], new: list[Any]) -> bool:
     """Whether two states are equal, types included."""
+    if old is new:
+        return True
     if len(old) != len(new):
         return False
     return all(a is b or (type(a) is type(b) and a == b) for a, b in zip(old, new, strict=True))

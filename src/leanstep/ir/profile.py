@@ -11,6 +11,11 @@ from leanstep.ir.exclusion import Exclusion
 from leanstep.ir.graph import Block, Graph
 from leanstep.ir.identity import Identity
 
+# The CPU time of a replayed op, and of a planned call of a block with what it saves, in units of
+# the time that issuing one op of the untouched step takes; from `benchmarks/replay_overhead.py`.
+_REPLAY_IN_OPS = 2.0
+_CALL_IN_OPS = 20.0
+
 
 @dataclass(frozen=True, slots=True)
 class RecipeCost:
@@ -59,7 +64,8 @@ class Profile:
     it. `estimated` says that nothing was measured: the step was imagined for a device that was not
     there. `exclusions` are the blocks that an engine must not run. Where the untouched step does
     not fit on its device (`fits_device`), its time is the sum over its ops. `link` is there where
-    activations can be moved to host memory while the device computes.
+    activations can be moved to host memory while the device computes. `issue_seconds` is the time
+    the CPU takes to issue the step, where the device waits for it; else 0.
     """
 
     graph: Graph = field(repr=False)
@@ -80,6 +86,21 @@ class Profile:
     exclusions: tuple[Exclusion, ...] = ()
     fits_device: bool = True
     link: Link | None = None
+    issue_seconds: float = 0.0
+
+    @property
+    def launch_seconds(self) -> float:
+        """The least time that an op takes that runs again: the CPU's, where the device waits."""
+        return _REPLAY_IN_OPS * self._seconds_an_op
+
+    @property
+    def call_seconds(self) -> float:
+        """What the engine itself takes for a call of a block, beside the ops that run again."""
+        return _CALL_IN_OPS * self._seconds_an_op
+
+    @property
+    def _seconds_an_op(self) -> float:
+        return self.issue_seconds / max(1, len(self.graph.ops))
 
     def seconds(self, op_index: int) -> float:
         """The measured seconds of one op."""

@@ -6,6 +6,9 @@ from typing import Self
 
 from leanstep.ir import codec
 
+# The share of the peak beyond which gaps in what the allocator holds are worth a word.
+_MUCH_WASTED = 0.1
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -22,6 +25,10 @@ class Verdict:
 
     Where the untouched step does not fit on the device (`baseline_fits`), its peak and time are
     predicted, and its numbers come from a run with activations in host memory.
+
+    The reserved bytes are the most that the allocator took from the device for a step, with the
+    gaps between what was allocated; 0 where there is no such pool (CPU), or where the untouched
+    step does not fit. With `expandable_segments` it can use most of the gaps.
     """
 
     budget_bytes: int
@@ -42,6 +49,9 @@ class Verdict:
     largest_difference: float = 0.0
     beyond_tolerance: tuple[str, ...] = ()
     baseline_fits: bool = True
+    baseline_reserved_bytes: int = 0
+    measured_reserved_bytes: int = 0
+    expandable_segments: bool = False
 
     @property
     def exact(self) -> bool:
@@ -52,6 +62,13 @@ class Verdict:
     def within_budget(self) -> bool:
         """Whether the measured peak is inside the budget."""
         return self.measured_peak_bytes <= self.budget_bytes
+
+    @property
+    def wasted_bytes(self) -> int:
+        """What the allocator took beyond the peak, where that is much and can be helped; else 0."""
+        gaps_bytes = self.measured_reserved_bytes - self.measured_peak_bytes
+        is_much = gaps_bytes > _MUCH_WASTED * self.measured_peak_bytes
+        return gaps_bytes if is_much and not self.expandable_segments else 0
 
     def save(self, path: str | Path) -> None:
         """Write the verdict as JSON."""

@@ -81,7 +81,8 @@ def _only(projects: Projects, part: Sequence[int]) -> Projects:
 def find_projects(profile: Profile, view: BlockGraph, droppable: Collection[int]) -> Projects:
     """Find what dropping each storage earns and requires."""
     storages = tuple(sorted(droppable))
-    recipes = {op.index: view.recipes[op.index].seconds for op in view.cheap_reruns}
+    least = profile.launch_seconds
+    recipes = {op.index: max(view.recipes[op.index].seconds, least) for op in view.cheap_reruns}
     ops: dict[tuple[int, bool], int] = {}
     sources: dict[int, int] = {}
     required, held = [], []
@@ -102,9 +103,9 @@ def find_projects(profile: Profile, view: BlockGraph, droppable: Collection[int]
         required=tuple(required),
         held=tuple(held),
         op_seconds=tuple(
-            profile.seconds(index) - recipes[index]
+            max(profile.seconds(index), least) - recipes[index]
             if is_rest
-            else recipes.get(index, profile.seconds(index))
+            else recipes.get(index, max(profile.seconds(index), least))
             for index, is_rest in ops
         ),
         held_bytes=tuple(graph.storages[number].nbytes for number in sources),

@@ -129,7 +129,7 @@ class _Finder:
     def holders(self, point: Point, effects: Sequence[Effect]) -> tuple[Holder, ...]:
         """What is live at a point by category and owner; it adds up to the peak."""
         totals: Counter[tuple[Category, str]] = Counter()
-        totals[Category.OTHER, ""] += self.profile.other_bytes + self.profile.slack_bytes
+        totals[Category.OTHER, ""] += max(0, self.profile.other_bytes + self.profile.slack_bytes)
         for storage in self.graph.storages:
             if storage.birth < point.position <= storage.death:
                 totals[storage.category, self.owner(storage.birth)] += storage.nbytes

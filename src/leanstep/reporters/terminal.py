@@ -65,12 +65,22 @@ def _summary(plan: Plan, verdict: Verdict | None) -> list[tuple[str, ...]]:
             *(f"{format_bytes(unplanned)}{guess}", budget, format_bytes(peak), peak_measured),
             _change(unplanned, new_peak),
         ),
+        *_reserved(verdict),
         (
             "step time",
             *(f"{format_seconds(seconds)}{guess}", "", format_seconds(planned), seconds_measured),
             _change(seconds, new_seconds),
         ),
     ]
+
+
+def _reserved(verdict: Verdict | None) -> Iterator[tuple[str, ...]]:
+    """What the allocator took from the device, where it keeps a pool."""
+    if verdict is None or not verdict.measured_reserved_bytes:
+        return
+    before, after = verdict.baseline_reserved_bytes, verdict.measured_reserved_bytes
+    known = format_bytes(before) if before else "–"
+    yield ("reserved for it", known, "", "", format_bytes(after), _change(before, after))
 
 
 def _change(before: float, after: float) -> str:
@@ -156,9 +166,20 @@ def _closing(plan: Plan, verdict: Verdict | None) -> Iterator[str]:
         yield f"NOT bit-equal to the untouched model: {shown} ({len(verdict.different)} in all)"
     if verdict is not None and not verdict.within_budget:
         yield "OVER BUDGET: the measured peak is above what was asked for"
+    if verdict is not None and verdict.wasted_bytes:
+        yield _wasted(verdict)
     yield from plan.notes
     if verdict is not None:
         yield f"measured: {'; '.join(verdict.assumptions)}"
+
+
+def _wasted(verdict: Verdict) -> str:
+    share = verdict.wasted_bytes / verdict.measured_peak_bytes
+    return (
+        f"the allocator holds {format_percent(share)} more than the peak, in gaps that nothing "
+        "fits: PYTORCH_ALLOC_CONF=expandable_segments:True, set before torch is imported, is "
+        f"expected to give back up to {format_bytes(verdict.wasted_bytes)}"
+    )
 
 
 def _inexact(verdict: Verdict) -> str:

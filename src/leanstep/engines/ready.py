@@ -1,0 +1,135 @@
+"""Recorded ops made ready to run again: what each reads, and how, is settled once for all calls.
+
+A replay is then a loop over prepared argument lists in which a few places are filled in.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from leanstep.engines.randomness import CudaDraw, cpu_draws_from, cuda_draws_from
+from leanstep.engines.recording import GENERATOR, RecordedOp, Ref
+from leanstep.ir import Value
+from leanstep.rebuild import Run
+from leanstep.recorder.facts import tensors_in
+
+
+class AnySource(Protocol):
+    """What a replay may start from."""
+
+    def unchanged(self, block_name: str) -> torch.Tensor:
+        """The tensor, if nobody has written it since it was kept."""
+        ...
+
+
+class Held:
+    """What the replays of one call work on: its sources, and what is rebuilt at the moment.
+
+    With a `cuda_base` the ops' draws are counted from there.
+    """
+
+    __slots__ = ("block_name", "buffers", "cuda_base", "random_state", "sources")
+
+    def __init__(
+        self,
+        block_name: str,
+        sources: dict[Value, AnySource],
+        random_state: torch.Tensor | None,
+        cuda_base: CudaDraw | None,
+    ) -> None:
+        self.block_name, self.sources = block_name, sources
+        self.random_state, self.cuda_base = random_state, cuda_base
+        self.buffers: dict[int, torch.Tensor] = {}
+
+    def read(self, value: Value) -> torch.Tensor:
+        """A tensor that holds a value."""
+        source = self.sources.get(value)
+        return self.buffers[value.storage] if source is None else source.unchanged(self.block_name)
+
+    def state_for(self, value: Value) -> torch.Tensor:
+        """The generator's state before a draw; the first one starts from a copy of the call's."""
+        assert self.random_state is not None
+        if value.version == 0:
+            self.buffers[GENERATOR] = self.random_state.clone()
+        return self.buffers[GENERATOR]
+
+    def release(self, source: Value) -> None:
+        """Let go of a source that nothing needs any more."""
+        self.sources.pop(source, None)
+        if source.storage == GENERATOR:
+            self.random_state = None
+
+
+class ReadyOp:
+    """One op, for every call that follows the recording."""
+
+    __slots__ = ("_args", "_births", "_draw", "_func", "_generator", "_kwargs", "_places", "grad")
+
+    def __init__(self, op: RecordedOp) -> None:
+        self._func, self._args, self._kwargs = op.func, op.args, op.kwargs
+        self._births, self._draw, self.grad = op.births, op.draw, op.grad_enabled
+        reads = op.rerun.reads
+        draws_on_cpu = op.draw is None and bool(reads) and reads[-1].storage == GENERATOR
+        self._generator = reads[-1] if draws_on_cpu else None
+        self._places: tuple[tuple[int, Ref], ...] | None = None
+        if not op.kwargs and not any(isinstance(arg, (list, tuple)) for arg in op.args):
+            places = enumerate(op.args)
+            self._places = tuple((place, arg) for place, arg in places if isinstance(arg, Ref))
+
+    def run(self, held: Held) -> None:
+        """Run it on what a call holds, and put there what it makes."""
+        args, kwargs = self._filled(held)
+        if self._draw is not None:
+            with cuda_draws_from(self._draw.after(held.cuda_base)):
+                out = self._func(*args, **kwargs)
+        elif self._generator is not None:
+            with cpu_draws_from(held.state_for(self._generator)):
+                out = self._func(*args, **kwargs)
+        else:
+            out = self._func(*args, **kwargs)
+        if self._births:
+            leaves = (out,) if isinstance(out, torch.Tensor) else tuple(tensors_in(out))
+            for storage, leaf in self._births:
+                held.buffers[storage] = leaves[leaf]
+
+    def _filled(self, held: Held) -> tuple[list[Any], Mapping[str, Any]]:
+        if self._places is None:
+            args = [_filled(argument, held) for argument in self._args]
+            return args, {name: _filled(arg, held) for name, arg in self._kwargs.items()}
+        args = list(self._args)
+        for place, ref in self._places:
+            args[place] = ref.of(held.read(ref.value))
+        return args, self._kwargs
+
+
+def _filled(argument: Any, held: Held) -> Any:
+    """An argument with tensors in the place of references, also in lists."""
+    if isinstance(argument, Ref):
+        return argument.of(held.read(argument.value))
+    if isinstance(argument, (list, tuple)):
+        return type(argument)([_filled(item, held) for item in argument])
+    return argument
+
+
+def make_ready(ops: Mapping[int, RecordedOp]) -> dict[int, ReadyOp]:
+    """Prepare the ops of a program."""
+    return {index: ReadyOp(op) for index, op in ops.items()}
+
+
+def replay(runs: Iterable[Run], ops: Mapping[int, ReadyOp], held: Held) -> None:
+    """Run ops again in order, each in its recorded grad mode, and let go of what is done with."""
+    # The mode is switched where it changes: mostly once, for all that one request runs.
+    is_enabled = before = torch.is_grad_enabled()
+    try:
+        for run in runs:
+            op = ops[run.op.index]
+            if op.grad is not is_enabled:
+                is_enabled = op.grad
+                torch.set_grad_enabled(is_enabled)
+            op.run(held)
+            for storage in run.frees:
+                held.buffers.pop(storage, None)
+    finally:
+        if is_enabled is not before:
+            torch.set_grad_enabled(before)

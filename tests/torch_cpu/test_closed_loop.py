@@ -1,0 +1,99 @@
+"""What a measured step teaches: a budget that was wasted is planned for once more."""
+
+import dataclasses
+
+import pytest
+
+import leanstep
+from leanstep import api, fitter, models
+from leanstep.api import is_launch_bound
+from leanstep.engines.attach import is_attached
+from leanstep.ir import Profile
+
+NAME, SIZES = "gpt2-tiny", {"batch": 8}
+
+
+def profile_with(monkeypatch: pytest.MonkeyPatch, excess: float) -> Profile:
+    """Let fit believe that the step needs more than it does, by a share of its peak."""
+    model, batch, loss, optimizer = models.build(NAME, **SIZES)
+    true = leanstep.profile(model, batch, loss, optimizer=optimizer)
+    more = int(excess * true.peak_bytes)
+
+    def too_high(step):
+        found = api.profile_step(step)
+        return dataclasses.replace(
+            found, slack_bytes=found.slack_bytes + more, peak_bytes=found.peak_bytes + more
+        )
+
+    monkeypatch.setattr(fitter, "profile_step", too_high)
+    return true
+
+
+def test_a_wasted_budget_is_planned_for_again(monkeypatch: pytest.MonkeyPatch):
+    true = profile_with(monkeypatch, 0.1)
+    budget = int(0.8 * true.peak_bytes)
+    first = leanstep.plan(
+        dataclasses.replace(
+            true,
+            slack_bytes=true.slack_bytes + int(0.1 * true.peak_bytes),
+            peak_bytes=true.peak_bytes + int(0.1 * true.peak_bytes),
+        ),
+        budget,
+    )
+    model, batch, loss, optimizer = models.build(NAME, **SIZES)
+
+    fitted = leanstep.fit(model, batch, loss, optimizer=optimizer, budget=budget)
+
+    assert fitted.plan.extra_seconds < first.extra_seconds
+    assert fitted.verdict.within_budget and fitted.verdict.exact
+    assert fitted.profile.peak_bytes >= fitted.verdict.baseline_peak_bytes
+    assert fitted.verdict.predicted_peak_bytes >= fitted.verdict.measured_peak_bytes
+
+
+def test_the_first_plan_stays_where_the_second_misses_the_budget(monkeypatch: pytest.MonkeyPatch):
+    true = profile_with(monkeypatch, 0.1)
+    budget = int(0.8 * true.peak_bytes)
+    plans = []
+    judge = fitter.judge
+
+    def second_is_over(step, applied, before):
+        plans.append(applied.plan)
+        verdict = judge(step, applied, before)
+        if len(plans) == 1:
+            return verdict
+        return dataclasses.replace(verdict, measured_peak_bytes=budget + 1)
+
+    monkeypatch.setattr(fitter, "judge", second_is_over)
+    model, batch, loss, optimizer = models.build(NAME, **SIZES)
+
+    fitted = leanstep.fit(model, batch, loss, optimizer=optimizer, budget=budget)
+
+    assert len(plans) == 2 and plans[1].extra_seconds < plans[0].extra_seconds
+    assert fitted.plan == plans[0] and fitted.applied.plan == plans[0]
+    assert fitted.verdict.within_budget
+    with pytest.raises(leanstep.LeanstepError, match="already fitted"):
+        leanstep.fit(model, batch, loss, optimizer=optimizer)
+    fitted.remove()
+    assert not any(map(is_attached, model.modules()))
+
+
+def test_an_account_that_is_right_is_left_alone():
+    model, batch, loss, optimizer = models.build(NAME, **SIZES)
+
+    fitted = leanstep.fit(model, batch, loss, optimizer=optimizer, budget="80%")
+
+    assert fitted.profile.slack_bytes >= 0
+
+
+@pytest.mark.parametrize(
+    ("issue", "ops", "step", "expected"),
+    [
+        (0.0, 0.5, 1.0, False),  # a CPU, or not measured
+        (0.3, 0.95, 1.0, False),  # the device is busy, the CPU far ahead
+        (0.98, 0.5, 1.0, True),  # the device idles while ops are issued
+        (0.98, 0.97, 1.0, False),  # the code waits for the device
+        (0.5, 0.5, 1.0, False),  # something else takes the time
+    ],
+)
+def test_a_step_is_launch_bound_where_the_device_waits_for_the_cpu(issue, ops, step, expected):
+    assert is_launch_bound(issue, ops, step) is expected

@@ -1,0 +1,76 @@
+"""What a person reads about a fit: the allocator's pool is shown where there is one."""
+
+from dataclasses import replace
+
+from leanstep.ir import Plan, Profile, Verdict
+from leanstep.planner import plan as make_plan
+from leanstep.reporters.terminal import render
+from leanstep.testing import Layer, chain_profile
+
+GIB = 1 << 30
+
+
+def fitted() -> tuple[Profile, Plan, Verdict]:
+    profile = chain_profile([[Layer(300), Layer(200)], [Layer(100)]])
+    plan = make_plan(profile, profile.peak_bytes)
+    verdict = Verdict(
+        budget_bytes=12 * GIB,
+        baseline_peak_bytes=20 * GIB,
+        predicted_peak_bytes=10 * GIB,
+        measured_peak_bytes=10 * GIB,
+        baseline_seconds=0.25,
+        predicted_seconds=0.3,
+        measured_seconds=0.29,
+        loss_equal=True,
+        gradients_equal=True,
+        buffers_equal=True,
+        random_state_equal=True,
+        different=(),
+        within_spread=(),
+        assumptions=("one batch of the shapes given",),
+        baseline_reserved_bytes=21 * GIB,
+        measured_reserved_bytes=13 * GIB,
+    )
+    return profile, plan, verdict
+
+
+def test_what_the_allocator_reserved_stands_below_the_peak():
+    table = render(*fitted())
+
+    (row,) = [line for line in table.splitlines() if "reserved for it" in line]
+    assert row.split() == ["reserved", "for", "it", "21.0", "GiB", "13.0", "GiB", "-38.1%"]
+
+
+def test_a_device_without_a_pool_shows_no_such_row():
+    profile, plan, verdict = fitted()
+
+    table = render(profile, plan, replace(verdict, measured_reserved_bytes=0))
+
+    assert "reserved" not in table and "PYTORCH_ALLOC_CONF" not in table
+
+
+def test_gaps_of_more_than_a_tenth_are_named_with_what_would_close_them():
+    said = " ".join(render(*fitted()).split())
+
+    assert "the allocator holds 30.0% more than the peak" in said
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in said
+    assert "give back up to 3.0 GiB" in said
+
+
+def test_small_gaps_and_segments_that_expand_need_no_advice():
+    profile, plan, verdict = fitted()
+    small = replace(verdict, measured_reserved_bytes=int(10.9 * GIB))
+    expanding = replace(verdict, expandable_segments=True)
+
+    for quiet in (small, expanding):
+        table = render(profile, plan, quiet)
+        assert "PYTORCH_ALLOC_CONF" not in table and "reserved for it" in table
+
+
+def test_an_untouched_step_that_does_not_fit_has_no_reserved_bytes():
+    profile, plan, verdict = fitted()
+
+    table = render(profile, plan, replace(verdict, baseline_reserved_bytes=0, baseline_fits=False))
+
+    (row,) = [line for line in table.splitlines() if "reserved for it" in line]
+    assert row.split() == ["reserved", "for", "it", "–", "13.0", "GiB", "–"]
