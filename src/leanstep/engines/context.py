@@ -107,8 +107,9 @@ class Context:
 
     def packed(self, tensor: torch.Tensor) -> AnySource | Guarded:
         """What autograd shall hold for a kept tensor."""
-        source = self.source(tensor)
-        return source if self.gate is None else Guarded(self.gate, source)
+        if self.gate is None:
+            return Source(tensor)
+        return Guarded(self.gate, self.source(tensor))
 
     def handle(self, tensor: torch.Tensor, ref: Ref) -> "Handle":
         """What autograd shall hold for a tensor that is dropped."""
