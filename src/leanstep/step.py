@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from leanstep.errors import InputError
-from leanstep.torch_private import original_step, tree_leaves
+from leanstep.torch_private import any_autocast_is_on, original_step, tree_leaves
 
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
 
@@ -211,7 +211,7 @@ def _check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer | 
 
 def autocast_is_on() -> bool:
     """Whether autocast would change what ops do."""
-    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    return any_autocast_is_on()
 
 
 def no_autocast() -> AbstractContextManager[object]:

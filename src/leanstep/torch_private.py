@@ -96,6 +96,10 @@ def with_lazy_bits(tensor: torch.Tensor, *, conj: bool, neg: bool) -> torch.Tens
     return torch._neg_view(tensor) if neg else tensor
 
 
+# Whether autocast is on for any device, in one call.
+any_autocast_is_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+
 def saving_hooks_work() -> bool:
     """Whether tensors that autograd saves can be replaced; under torch.func they cannot.
 

@@ -42,15 +42,23 @@ class Attribute:
     module: int
     group: str
     name: str
-    layout: tuple[object, ...]
+    layout: "Layout"
 
     def find(self, modules: list[nn.Module]) -> torch.Tensor | None:
         """The tensor, where it is as it was recorded."""
         own = modules[self.module].__dict__
         found = (own if self.group == "__dict__" else own[self.group]).get(self.name)
-        if isinstance(found, torch.Tensor) and has_storage(found) and _layout(found) == self.layout:
-            return found
-        return None
+        size, stride, offset, dtype = self.layout
+        # Written out: this is asked twice a call for every parameter that replays start from.
+        is_same = (
+            isinstance(found, torch.Tensor)
+            and found.dtype is dtype
+            and found.layout is torch.strided
+            and found.shape == size
+            and found.stride() == stride
+            and found.storage_offset() == offset
+        )
+        return found if is_same else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +92,12 @@ class Template:
     def ready(self) -> dict[int, ReadyOp]:
         """The ops, prepared to run again."""
         return make_ready(self.ops)
+
+    @cached_property
+    def wanted(self) -> frozenset[int]:
+        """The saves that replays start from."""
+        locators = self.locators.values()
+        return frozenset(locator.place for locator in locators if isinstance(locator, Saved))
 
     def fits(self, modules: list[nn.Module]) -> bool:
         """Whether the modules' tensors that a replay starts from look as they did."""
@@ -220,8 +234,11 @@ def _is_plain(found: Any) -> bool:
     return isinstance(found, torch.Tensor) and has_storage(found)
 
 
-def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
-    return (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
+Layout = tuple[torch.Size, tuple[int, ...], int, torch.dtype]
+
+
+def _layout(tensor: torch.Tensor) -> Layout:
+    return (tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
 
 class CachedCall:
@@ -232,8 +249,6 @@ class CachedCall:
         self.surprise = ""
         self._next = 0
         self._kept: dict[int, torch.Tensor] = {}
-        wanted = template.locators.values()
-        self._wanted = {locator.place for locator in wanted if isinstance(locator, Saved)}
 
     def run(
         self,
@@ -281,19 +296,19 @@ class CachedCall:
     def _pack(self, tensor: torch.Tensor) -> Any:
         if not has_storage(tensor):
             return tensor
-        place, saves = self._next, self.template.saves
-        self._next += 1
-        if place >= len(saves):
-            raise self._surprise(f"saved more than {len(saves)} tensors")
-        ref, dropped = saves[place]
+        place, template = self._next, self.template
+        self._next = place + 1
+        if place >= len(template.saves):
+            raise self._surprise(f"saved more than {len(template.saves)} tensors")
+        ref, dropped = template.saves[place]
         if tensor.shape != ref.size or tensor.dtype is not ref.dtype:
             raise self._surprise(f"saved {tuple(tensor.shape)} where {ref.size} was recorded")
-        if dropped or place in self._wanted:
-            self._check_layout(tensor, ref)
         if dropped:
+            self._check_layout(tensor, ref)
             return self.context.handle(tensor, ref)
         kept = without_history(tensor)
-        if place in self._wanted:
+        if place in template.wanted:
+            self._check_layout(tensor, ref)
             self._kept[place] = kept
         key = self.template.parks.get(place)
         if key is not None and self.context.spaces is not None:

@@ -117,6 +117,8 @@ class Context:
 
     def packed(self, tensor: torch.Tensor) -> AnySource | Guarded:
         """What autograd shall hold for a kept tensor."""
+        if self.gate is None and self.spaces is None:
+            return Source(tensor)
         source = self.source(tensor)
         if self.observer is not None and isinstance(source, ParkedSource):
             source.observe(self.observer, tensor)

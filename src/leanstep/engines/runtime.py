@@ -159,6 +159,8 @@ class BlockRuntime:
         self.rounds.compiler.see(self.name)
         self.rounds.active = True
         try:
+            if self.rounds.observer is None:
+                return self._planned(place, module, forward, args, kwargs)
             with observed(self.rounds.observer, self.name):
                 return self._planned(place, module, forward, args, kwargs)
         finally:

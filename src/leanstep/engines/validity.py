@@ -7,7 +7,7 @@ torch's modes, and whatever the user's functions name that ran in the calls so f
 closures, defaults, attributes of objects and of classes.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -129,11 +129,15 @@ class Watch:
                     self.places.append((own, name))
         self.places.extend(named)
 
-    def tensors(self) -> Iterator[torch.Tensor]:
+    def tensors(self) -> list[torch.Tensor]:
         """The parameters and buffers of the modules."""
-        for own in self.owners:
-            for group in ("_parameters", "_buffers"):
-                yield from (tensor for tensor in own[group].values() if tensor is not None)
+        return [
+            tensor
+            for own in self.owners
+            for group in (own["_parameters"], own["_buffers"])
+            for tensor in group.values()
+            if tensor is not None
+        ]
 
     @property
     def fires_hooks(self) -> bool:

@@ -11,9 +11,10 @@ from leanstep.ir.exclusion import Exclusion
 from leanstep.ir.graph import Block, Graph
 from leanstep.ir.identity import Identity
 
-# The CPU time of a replayed op, and of a planned call of a block with what it saves, in units of
-# the time that issuing one op of the untouched step takes; from `benchmarks/replay_overhead.py`.
-_REPLAY_IN_OPS = 2.0
+# The CPU time of a replayed op, and of a planned call of a block with all that it saves, in units
+# of the time that issuing one op of the untouched step takes. Guessed for a GPU from what a CPU
+# shows; `benchmarks/replay_overhead.py --device cuda` prints both.
+_REPLAY_IN_OPS = 3.0
 _CALL_IN_OPS = 20.0
 
 
