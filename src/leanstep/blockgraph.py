@@ -169,15 +169,6 @@ class BlockGraph:
             if all(save.value.version == final[storage] for save in self._saves_of[storage])
         )
 
-    @functools.cached_property
-    def written_by(self) -> dict[int, int]:
-        """The last op of the call that writes each of its storages."""
-        return {
-            value.storage: index
-            for index in range(self.block.start, self.block.stop)
-            for value in self.graph.ops[index].writes
-        }
-
     def _can_rebuild(self, storage: int) -> bool:
         available = self.available([storage])
         values = {save.value for save in self._saves_of.get(storage, ())}

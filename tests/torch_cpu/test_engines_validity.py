@@ -1,10 +1,14 @@
 """Calls that look alike but are not: a recording is never used where it does not hold."""
 
+import importlib
+import sys
 import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
+
+from leanstep.engines.reach import Executed, Watched
 
 SCALE = 1.0
 
@@ -175,3 +179,23 @@ def test_alike_calls_run_by_the_recording(lab) -> None:
 
     assert replayer.reused >= 4
     applied.remove()
+
+
+def test_what_an_import_runs_is_not_taken_for_the_block_s_code(tmp_path, monkeypatch) -> None:
+    (tmp_path / "leanstep_lazy.py").write_text("def made():\n    return 1\n\nNUMBER = made()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "leanstep_lazy", raising=False)
+
+    def forward(hidden):
+        importlib.import_module("leanstep_lazy")
+        return hidden
+
+    executed = Executed()
+    first = Watched(executed, torch.nn.Identity(), forward)
+    first(torch.ones(1))
+    assert not first.is_seen
+    assert not executed.codes
+    second = Watched(executed, torch.nn.Identity(), forward)
+    second(torch.ones(1))
+    assert second.is_seen
+    assert [code.co_name for code in executed.codes] == ["forward"]

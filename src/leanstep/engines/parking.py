@@ -1,7 +1,7 @@
 """Kept activations that wait in host memory between forward and backward.
 
-A storage's bytes are copied to pinned memory on a stream of their own as soon as autograd has saved
-them. When forward has come to the call that the plan names, the main stream waits for the copy and
+When a block call has ended, what it parked is copied to pinned memory on a stream of its own. When
+forward has come to the call that the plan names, the main stream waits for the copy and
 the device's storage is let go; when backward comes to the call that the plan names, a new one is
 taken and the copy back begins; whoever asks for it makes the main stream wait for that. So memory
 follows the plan whatever the link does.
@@ -10,7 +10,8 @@ Nothing here holds what autograd has let go of: the lot knows its storages by we
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,12 @@ from leanstep.engines.observer import Observer
 from leanstep.engines.recording import look_at, without_history
 from leanstep.ir import Offload, Plan
 from leanstep.torch_private import past_every_mode, storage_address, tree_leaves, version
+
+# When copies are done; on the CPU they are at once.
+Done = torch.cuda.Event | None
+
+# The version of a storage that stays where it is.
+_STAYS = -1
 
 
 class _Lane:
@@ -34,110 +41,126 @@ class _Lane:
             self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._spare: dict[int, list[torch.Tensor]] = {}
 
-    def out(self, source: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        """Copy bytes to the host; the event is when that is done."""
-        spare = self._spare.get(source.numel())
-        if spare:
-            target = spare.pop()
-        else:
-            target = torch.empty(source.numel(), dtype=torch.uint8, pin_memory=self.is_async)
-        return target, self._copy(source, target, self._out if self.is_async else None)
+    def out(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Done]:
+        """Copy bytes to the host."""
+        targets = [self._buffer(source.numel()) for source in sources]
+        return targets, self._copy(sources, targets, self._out if self.is_async else None)
 
-    def back(self, source: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        """Copy bytes to the device; the event is when that is done."""
-        target = torch.empty(source.numel(), dtype=torch.uint8, device=self.device)
-        return target, self._copy(source, target, self._back if self.is_async else None)
+    def back(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Done]:
+        """Copy bytes to the device."""
+        looks = {"dtype": torch.uint8, "device": self.device}
+        targets = [torch.empty(source.numel(), **looks) for source in sources]
+        return targets, self._copy(sources, targets, self._back if self.is_async else None)
 
     def give_back(self, buffer: torch.Tensor) -> None:
         """Take pinned memory that is no longer read: the next step wants as much."""
         self._spare.setdefault(buffer.numel(), []).append(buffer)
 
+    def wait(self, done: Done) -> None:
+        """Let the main stream wait for copies."""
+        if done is not None:
+            torch.cuda.current_stream(self.device).wait_event(done)
+
+    def _buffer(self, num_bytes: int) -> torch.Tensor:
+        if spare := self._spare.get(num_bytes):
+            return spare.pop()
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.is_async)
+
     def _copy(
-        self, source: torch.Tensor, target: torch.Tensor, stream: torch.cuda.Stream | None
-    ) -> torch.cuda.Event | None:
-        if stream is None:
-            target.copy_(source)
-            return None
+        self,
+        sources: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        stream: torch.cuda.Stream | None,
+    ) -> Done:
         # Also orders the streams where a buffer is used again: its last reader was waited for.
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record(stream)
-        return done
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            for source, target in zip(sources, targets, strict=True):
+                target.copy_(source, non_blocking=True)
+        return None if stream is None else stream.record_event()
 
 
 class Parked:
     """One storage: on the device, on the host, or both."""
 
-    __slots__ = (
-        "__weakref__",
-        "_bytes",
-        "_coming",
-        "_host",
-        "_lane",
-        "_leaving",
-        "_tensor",
-        "_version",
-    )
+    __slots__ = ("__weakref__", "bytes", "coming", "host", "lane", "leaving", "tensor", "version")
 
     def __init__(self, lane: _Lane, tensor: torch.Tensor) -> None:
-        self._lane = lane
+        self.lane = lane
         # Shares the version counter of the saved tensor: a write to it is an error in backward.
-        self._tensor: torch.Tensor | None = without_history(tensor)
-        self._version = version(tensor)
-        self._bytes: torch.Tensor | None = None
-        self._coming: torch.cuda.Event | None = None
-        with past_every_mode(), torch.no_grad():
-            self._host, self._leaving = lane.out(_bytes_of(tensor))
+        self.tensor: torch.Tensor | None = without_history(tensor)
+        self.version = version(tensor)
+        self.host: torch.Tensor | None = None
+        self.bytes: torch.Tensor | None = None
+        self.leaving: Done = None
+        self.coming: Done = None
+
+    @property
+    def is_as_it_was(self) -> bool:
+        """Whether the storage is on the device and nobody has written it."""
+        return self.tensor is not None and version(self.tensor) == self.version
 
     def stay(self) -> None:
         """Do not leave the device after all: somebody writes it."""
-        self._wait_for_copy()
-        self._version = -1
+        self.version = _STAYS
 
     def leave(self) -> None:
         """Let the device's storage go, once it is copied."""
-        if self._tensor is None or version(self._tensor) != self._version:
-            return
-        self._wait_for_copy()
-        self._tensor = None
-
-    def come(self) -> None:
-        """Begin the way back."""
-        if self._tensor is None and self._bytes is None:
-            with past_every_mode(), torch.no_grad():
-                self._bytes, self._coming = self._lane.back(self._host)
+        if self.host is not None and self.is_as_it_was:
+            self._wait_for_copies()
+            self.tensor = None
 
     def storage(self, block_name: str) -> torch.Tensor:
         """A tensor on the device with the storage."""
-        if self._tensor is not None:
-            if self._version not in (-1, version(self._tensor)):
+        if self.tensor is not None:
+            if self.version not in (_STAYS, version(self.tensor)):
                 raise RuntimeError(
                     f"leanstep: a tensor that {block_name} needs for backward was changed in place "
                     "after its forward, so gradients cannot be computed. Change it out of place."
                 )
-            return self._tensor
-        self.come()
-        self._wait_for_return()
-        assert self._bytes is not None
-        return self._bytes
+            return self.tensor
+        fetch([self])
+        self._wait_for_copies()
+        assert self.bytes is not None
+        return self.bytes
 
-    def _wait_for_copy(self) -> None:
-        if self._leaving is not None:
-            torch.cuda.current_stream(self._lane.device).wait_event(self._leaving)
-            self._leaving = None
-
-    def _wait_for_return(self) -> None:
-        if self._coming is not None:
-            torch.cuda.current_stream(self._lane.device).wait_event(self._coming)
-            self._coming = None
+    def _wait_for_copies(self) -> None:
+        self.lane.wait(self.leaving)
+        self.lane.wait(self.coming)
+        self.leaving = self.coming = None
 
     def __del__(self) -> None:
         # What a copy still reads or writes must not be handed out again before it is done.
-        self._wait_for_copy()
-        self._wait_for_return()
-        self._lane.give_back(self._host)
+        self._wait_for_copies()
+        if self.host is not None:
+            self.lane.give_back(self.host)
+
+
+def send(parked: Iterable[Parked]) -> None:
+    """Begin to copy storages to the host: one after the other, on their own stream."""
+    for lane, own in _by_lane(one for one in parked if one.is_as_it_was).items():
+        with past_every_mode(), torch.no_grad():
+            hosts, done = lane.out([_bytes_of(one.tensor) for one in own if one.tensor is not None])
+        for one, host in zip(own, hosts, strict=True):
+            one.host, one.leaving = host, done
+
+
+def fetch(parked: Iterable[Parked]) -> None:
+    """Begin to copy storages back to the device, those that have left it."""
+    gone = (one for one in parked if one.tensor is None and one.bytes is None)
+    for lane, own in _by_lane(gone).items():
+        with past_every_mode(), torch.no_grad():
+            found, done = lane.back([one.host for one in own if one.host is not None])
+        for one, nbytes in zip(own, found, strict=True):
+            one.bytes, one.coming = nbytes, done
+
+
+def _by_lane(parked: Iterable[Parked]) -> dict[_Lane, list[Parked]]:
+    lanes: dict[_Lane, list[Parked]] = {}
+    for one in parked:
+        lanes.setdefault(one.lane, []).append(one)
+    return lanes
 
 
 class ParkedSource:
@@ -199,6 +222,9 @@ class Spaces:
         self._parked.clear()
 
 
+_Waiting = dict[int, list[weakref.ref[Parked]]]
+
+
 class Lot:
     """Everything that a plan in force has parked, and when it leaves and comes back.
 
@@ -207,12 +233,9 @@ class Lot:
 
     def __init__(self, plan: Plan) -> None:
         entries = [(place, e) for place, d in enumerate(plan.decisions) for e in d.offload]
-        self._leaving: dict[int, list[weakref.ref[Parked]]] = {
-            place + entry.release: [] for place, entry in entries
-        }
-        self._coming: dict[int, list[weakref.ref[Parked]]] = {
-            place + entry.fetch: [] for place, entry in entries
-        }
+        self._sent: _Waiting = {place: [] for place, _ in entries}
+        self._leaving: _Waiting = {place + entry.release: [] for place, entry in entries}
+        self._coming: _Waiting = {place + entry.fetch: [] for place, entry in entries}
         self._lanes: dict[torch.device, _Lane] = {}
 
     def needs(self, place: int) -> bool:
@@ -220,17 +243,22 @@ class Lot:
         return place in self._leaving or place in self._coming
 
     def park(self, tensor: torch.Tensor, place: int, entry: Offload) -> Parked:
-        """Begin to move a tensor's storage to the host."""
+        """Let a tensor's storage be copied to the host when its call has ended."""
         lane = self._lanes.get(tensor.device)
         if lane is None:
             lane = self._lanes[tensor.device] = _Lane(tensor.device)
         parked = Parked(lane, tensor)
-        self._leaving[place + entry.release].append(weakref.ref(parked))
-        self._coming[place + entry.fetch].append(weakref.ref(parked))
+        for waiting, when in (
+            (self._sent, place),
+            (self._leaving, place + entry.release),
+            (self._coming, place + entry.fetch),
+        ):
+            waiting[when].append(weakref.ref(parked))
         return parked
 
     def call_ended(self, place: int, out: Any, on_backward: Callable[[], None]) -> None:
-        """Let go what leaves when this call has ended, and see backward come to it."""
+        """Send what the call parked, let go what leaves now, and see backward come to it."""
+        send(_emptied(self._sent.get(place, [])))
         for parked in _emptied(self._leaving.get(place, [])):
             parked.leave()
         if place not in self._coming:
@@ -238,8 +266,7 @@ class Lot:
 
         def entered(_: torch.Tensor) -> None:
             on_backward()
-            for parked in _emptied(self._coming[place]):
-                parked.come()
+            fetch(list(_emptied(self._coming[place])))
 
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.grad_fn is not None:

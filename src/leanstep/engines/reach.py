@@ -71,6 +71,18 @@ class Executed:
         self.any_name = False
         self._known: set[CodeType] = set()
 
+    def copy(self) -> "Executed":
+        """What is known now, to go back to."""
+        other = Executed()
+        other.codes, other._known = dict(self.codes), set(self._known)
+        other.outside, other.any_name = self.outside, self.any_name
+        return other
+
+    def go_back(self, earlier: "Executed") -> None:
+        """Forget what was seen since."""
+        self.codes, self._known = earlier.codes, earlier._known
+        self.outside, self.any_name = earlier.outside, earlier.any_name
+
     def see(self, frame: FrameType, event: str, arg: Any) -> None:
         """Note a call; the interpreter's profiling calls this."""
         if event == "call":
@@ -130,6 +142,7 @@ class Watched:
         if before is not None and not isinstance(before, (FunctionType, MethodType)):
             return self._forward(*args, **kwargs)
         see = self._executed.see if before is None else _both(self._executed.see, before)
+        known, num_imported = self._executed.copy(), len(sys.modules)
         sys.setprofile(see)
         try:
             return self._forward(*args, **kwargs)
@@ -137,6 +150,10 @@ class Watched:
             self.is_seen = sys.getprofile() is see
             if self.is_seen:
                 sys.setprofile(before)
+            if len(sys.modules) != num_imported:
+                # What an import runs, it runs once: the next call tells what this block runs.
+                self._executed.go_back(known)
+                self.is_seen = False
 
 
 def _both(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,8 +2,8 @@
 
 A copy over the link takes the device no time, so bytes that wait in host memory are bytes of
 budget: the step is planned for a larger one, and what that keeps too much is offloaded. Which bytes
-go does not matter for the peak; when they are gone and back does. Copies leave in the order in
-which forward makes the values, as soon as they are made, and come back as late as they can.
+go does not matter for the peak; when they are gone and back does. Copies leave call by call, as
+each has ended, and come back as late as they can.
 
 Bytes are let go only where forward has come to the end of a block call, after waiting for their
 copy, and asked back where backward comes to one. So the levels are sure whatever the link does; a
@@ -45,7 +45,6 @@ class _Candidate:
     call: int
     storage: int
     nbytes: int
-    made: int
     idle: int
     needed: int
 
@@ -182,7 +181,7 @@ class _Offloader:
                 break
             if candidate.storage in late or candidate.nbytes > room:
                 continue
-            done_at = max(free_at, self.clock[candidate.made]) + candidate.nbytes / rate
+            done_at = max(free_at, self.clock[self.ends[candidate.call]]) + candidate.nbytes / rate
             one = self._leaving_at(candidate, done_at)
             back = self.entries[candidate.call + 1] if one else 0
             if one is None or not one.gone <= most < back:
@@ -233,14 +232,13 @@ class _Offloader:
     def candidates(self) -> list[_Candidate]:
         """The kept storages that only their own call needs, in the order forward makes them."""
         readers = foreign_readers(self.views)
-        found = [
+        return [
             candidate
             for call, (part, option) in enumerate(self.picked)
             if option.engine is not Engine.MODULE and not option.drops_border
             for candidate in _kept(part.view, option, call)
             if candidate.storage not in readers
         ]
-        return sorted(found, key=lambda one: one.made)
 
 
 def _kept(view: BlockGraph, option: Option, call: int) -> Iterator[_Candidate]:
@@ -252,8 +250,7 @@ def _kept(view: BlockGraph, option: Option, call: int) -> Iterator[_Candidate]:
             continue
         idle = storage.natural_death + 1
         if idle < view.first_request:
-            made = view.written_by[number] + 1
-            yield _Candidate(call, number, storage.nbytes, made, idle, view.first_request)
+            yield _Candidate(call, number, storage.nbytes, idle, view.first_request)
 
 
 def _scale(profile: Profile) -> float:
