@@ -33,7 +33,7 @@ SIZES = {
     "gpt2-medium": {"batch": 32, "seq": 1024},
     "llama-1b": {"batch": 16, "seq": 2048},
 }
-# Recordings are made in the first calls and audited at the 2nd, 4th, 8th: timed after that.
+# Calls 1 to 4, 6, 10 and 18 of a block are recorded: what is timed lies between.
 WARM, TIMED = 10, 6
 
 
@@ -168,14 +168,14 @@ class Bench:
 
     def _measured(self):
         start = time.perf_counter()
-        for _ in range(WARM):
+        for _ in range(self.options.warm):
             self.step()
         self.synchronize()
         warm_seconds = time.perf_counter() - start
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         seconds, issued = [], []
-        for _ in range(TIMED):
+        for _ in range(self.options.timed):
             self.synchronize()
             start = time.perf_counter()
             self.step()
@@ -369,6 +369,8 @@ def arguments():
     run.add_argument("--shares", nargs="*", type=int, default=[], help="budgets in %% of the peak")
     run.add_argument("--inexact", action="store_true", help="also with exact=False")
     run.add_argument("--without-offload", action="store_true", help="also with offload=False")
+    run.add_argument("--warm", type=int, default=WARM, help="steps before those that are timed")
+    run.add_argument("--timed", type=int, default=TIMED)
     run.add_argument("--json", type=Path, help="append rows to this file")
     run.set_defaults(do=lambda options: Bench(options).run())
     shown = commands.add_parser("show", help="tables and a figure from rows")
