@@ -41,16 +41,16 @@ class _Lane:
             self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._spare: dict[int, list[torch.Tensor]] = {}
 
-    def out(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Done]:
-        """Copy bytes to the host."""
+    def out(self, sources: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, Done]]:
+        """Copy bytes to the host, one after the other."""
         targets = [self._buffer(source.numel()) for source in sources]
-        return targets, self._copy(sources, targets, self._out if self.is_async else None)
+        return list(self._copies(sources, targets, self._out if self.is_async else None))
 
-    def back(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Done]:
-        """Copy bytes to the device."""
+    def back(self, sources: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, Done]]:
+        """Copy bytes to the device, one after the other."""
         looks = {"dtype": torch.uint8, "device": self.device}
         targets = [torch.empty(source.numel(), **looks) for source in sources]
-        return targets, self._copy(sources, targets, self._back if self.is_async else None)
+        return list(self._copies(sources, targets, self._back if self.is_async else None))
 
     def give_back(self, buffer: torch.Tensor) -> None:
         """Take pinned memory that is no longer read: the next step wants as much."""
@@ -66,19 +66,20 @@ class _Lane:
             return spare.pop()
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.is_async)
 
-    def _copy(
+    def _copies(
         self,
         sources: Sequence[torch.Tensor],
         targets: Sequence[torch.Tensor],
         stream: torch.cuda.Stream | None,
-    ) -> Done:
+    ) -> Iterator[tuple[torch.Tensor, Done]]:
         # Also orders the streams where a buffer is used again: its last reader was waited for.
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(self.device))
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             for source, target in zip(sources, targets, strict=True):
                 target.copy_(source, non_blocking=True)
-        return None if stream is None else stream.record_event()
+                # Each is waited for alone: the first may have to be gone long before the last.
+                yield target, None if stream is None else stream.record_event()
 
 
 class Parked:
@@ -141,8 +142,8 @@ def send(parked: Iterable[Parked]) -> None:
     """Begin to copy storages to the host: one after the other, on their own stream."""
     for lane, own in _by_lane(one for one in parked if one.is_as_it_was).items():
         with past_every_mode(), torch.no_grad():
-            hosts, done = lane.out([_bytes_of(one.tensor) for one in own if one.tensor is not None])
-        for one, host in zip(own, hosts, strict=True):
+            copies = lane.out([_bytes_of(one.tensor) for one in own if one.tensor is not None])
+        for one, (host, done) in zip(own, copies, strict=True):
             one.host, one.leaving = host, done
 
 
@@ -151,9 +152,9 @@ def fetch(parked: Iterable[Parked]) -> None:
     gone = (one for one in parked if one.tensor is None and one.bytes is None)
     for lane, own in _by_lane(gone).items():
         with past_every_mode(), torch.no_grad():
-            found, done = lane.back([one.host for one in own if one.host is not None])
-        for one, nbytes in zip(own, found, strict=True):
-            one.bytes, one.coming = nbytes, done
+            copies = lane.back([one.host for one in own if one.host is not None])
+        for one, (found, done) in zip(own, copies, strict=True):
+            one.bytes, one.coming = found, done
 
 
 def _by_lane(parked: Iterable[Parked]) -> dict[_Lane, list[Parked]]:
