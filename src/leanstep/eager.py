@@ -72,10 +72,12 @@ def is_compiled_call(frame: FrameType) -> bool:
 
 def is_called_by_compiled() -> bool:
     """Whether a compiled function or model is being called on this thread."""
-    frame: FrameType | None = sys._getframe(1) if is_compiler_on() else None
+    frame: FrameType | None = sys._getframe(1) if is_compiler_loaded() else None
+    name = COMPILED_CALL[1]
     while frame is not None:
-        if is_compiled_call(frame):
-            return True
+        # The name first: this looks at every frame of the stack, in every call of a block.
+        if frame.f_code.co_name == name and is_compiled_call(frame):
+            return is_compiler_on()
         frame = frame.f_back
     return False
 

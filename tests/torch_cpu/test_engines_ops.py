@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from leanstep.engines.recording import look_at
+
 
 def plain(s, x):
     return s.norm(x + s.b(F.gelu(s.a(x))))
@@ -187,3 +189,16 @@ def test_embedding_that_writes_its_weight_is_replayed(lab) -> None:
 
     assert case.differences(steps=6) == []
     assert case.differences(lab.MODULE, steps=6) == []
+
+
+def test_autograd_gets_a_tensor_of_its_own_and_ops_the_one_that_is_there() -> None:
+    held = torch.arange(6.0).view(2, 3)
+
+    for base, look in ((held, held), (held, held.t()), (held, held[1])):
+        ref = look_at(look)
+        given = ref.anew(base)
+        assert (ref.of(base) is base) == (look is held)
+        assert given is not base and torch.equal(given, look)
+        assert given.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
+    ref.anew(held).requires_grad_()
+    assert not held.requires_grad

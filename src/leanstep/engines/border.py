@@ -138,7 +138,7 @@ class BorderSource:
 
     def unchanged(self, block_name: str) -> torch.Tensor:
         """The tensor, brought back; it is nobody else's, so nobody can have written it."""
-        return self._look.of(self._border.tensor())
+        return self._look.anew(self._border.tensor())
 
 
 class Guarded:

@@ -168,7 +168,7 @@ class Context:
         self.on_backward()
         value, session = ref.value, self._session
         if value in self._pinned:
-            return ref.of(self._pinned[value].unchanged(self.block_name))
+            return ref.anew(self._pinned[value].unchanged(self.block_name))
         if session is None and self.early is not None:
             return self.early(ref)
         if session is None:
@@ -178,11 +178,11 @@ class Context:
             )
         held = self._held
         if value in held.sources:
-            return ref.of(held.read(value))
+            return ref.anew(held.read(value))
         with below_autograd():
             if runs := session.request(value):
                 replay(runs, self._ops, held)
-            tensor = ref.of(held.buffers[value.storage])
+            tensor = ref.anew(held.buffers[value.storage])
         if first_time:
             self.answered(value)
         elif session.served_again(value):

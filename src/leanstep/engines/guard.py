@@ -77,6 +77,7 @@ class Guard:
             chain.from_iterable(map(_function_parts, self._named_functions)),
             chain.from_iterable(map(_function_parts, self._functions)),
             chain.from_iterable(self._lists),
+            chain.from_iterable(filter(None, map(_keywords, self._functions))),
             chain.from_iterable(map(_values, filter(None, map(_keywords, self._functions)))),
             chain.from_iterable(map(_values, map(_children, self.watch.owners))),
         )

@@ -69,6 +69,11 @@ class Ref:
         look.set_(base.untyped_storage(), self.offset, self.size, self.stride)
         return torch_private.with_lazy_bits(look, conj=self.is_conj, neg=self.is_neg)
 
+    def anew(self, base: torch.Tensor) -> torch.Tensor:
+        """The same as a tensor of its own: whoever gets it may do with the object as they like."""
+        look = self.of(base)
+        return look.detach() if look is base else look
+
 
 def look_at(tensor: torch.Tensor, value: Value = Value(GENERATOR, 0)) -> Ref:  # noqa: B008
     """How a tensor looks at its storage; without a value, only the look counts."""

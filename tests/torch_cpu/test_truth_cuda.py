@@ -1,0 +1,63 @@
+"""What is asked of CUDA's allocator, with a stand-in for it: there is no GPU here."""
+
+import pytest
+import torch
+
+from leanstep import truth
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Note the calls in order, and answer with figures that tell them apart."""
+    calls: list[str] = []
+
+    def answer(name, value):
+        def call(*_):
+            calls.append(name)
+            return value
+
+        monkeypatch.setattr(torch.cuda, name, call)
+
+    for name, value in {
+        "empty_cache": None,
+        "synchronize": None,
+        "reset_peak_memory_stats": None,
+        "memory_allocated": 1000,
+        "max_memory_allocated": 1700,
+        "max_memory_reserved": 2048,
+        "memory_snapshot": [{"is_expandable": False}, {"is_expandable": True}],
+    }.items():
+        answer(name, value)
+    return calls
+
+
+def test_the_pool_is_emptied_before_the_warm_step_and_read_after_the_measured_one(allocator):
+    peak = truth.measured_peak(lambda: allocator.append("step"), torch.device("cuda"))
+
+    assert peak == truth.Peak(rise_bytes=700, reserved_bytes=2048)
+    order = [name for name in allocator if name != "synchronize"]
+    assert order == [
+        *("empty_cache", "step", "memory_allocated", "reset_peak_memory_stats", "step"),
+        *("max_memory_allocated", "max_memory_reserved"),
+    ]
+
+
+def test_issuing_is_timed_without_waiting_for_the_device(allocator):
+    seconds = truth.median_issue_seconds(
+        lambda: allocator.append("step"), torch.device("cuda"), repeats=2
+    )
+
+    assert 0 < seconds < 1
+    assert allocator == ["synchronize", "step", "synchronize", "step", "synchronize"]
+
+
+def test_a_cpu_reserves_nothing_and_issues_nothing():
+    cpu = torch.device("cpu")
+
+    assert truth.measured_peak(lambda: torch.ones(100), cpu).reserved_bytes == 0
+    assert truth.median_issue_seconds(lambda: None, cpu) == 0.0
+    assert not truth.has_expandable_segments(cpu)
+
+
+def test_segments_that_expand_are_seen(allocator):
+    assert truth.has_expandable_segments(torch.device("cuda"))
