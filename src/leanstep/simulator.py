@@ -35,7 +35,7 @@ def plan_effects(profile: Profile, plan: Plan) -> list[Effect]:
         dropped = view.storages_named(decision.drop) if decision.drop else frozenset[int]()
         gone = _check_borders(view, dropped, gone) if dropped else dropped
         if decision.engine is not Engine.UNTOUCHED:
-            effects.append(decision_effect(view, decision))
+            effects.append(decision_effect(profile, view, decision))
     return effects
 
 

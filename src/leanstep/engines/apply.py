@@ -13,7 +13,11 @@ from leanstep.engines.observer import Observer
 from leanstep.engines.runtime import BlockRuntime, Round, SizeWatch
 from leanstep.engines.scope import ModulePaths, Scope
 from leanstep.errors import InputError, PlanError
-from leanstep.ir import Decision, Engine, Plan
+from leanstep.ir import Decision, Engine, Kind, Plan
+
+
+# A module, what runs its calls, and what runs them without a plan.
+_Placed = tuple[torch.nn.Module, Callable[..., Any], Callable[..., Any] | None]
 
 
 class Applied:
@@ -22,27 +26,38 @@ class Applied:
     def __init__(self, model: torch.nn.Module, plan: Plan) -> None:
         self.model, self.plan = model, plan
         self.rounds = Round()
-        self._runners: list[tuple[torch.nn.Module, Callable[..., Any]]] = []
+        self._runners: list[_Placed] = []
 
-    def put(self, module: torch.nn.Module, runner: Callable[..., Any]) -> None:
-        """Let a module's calls go through a runner."""
+    def put(
+        self,
+        module: torch.nn.Module,
+        runner: Callable[..., Any],
+        unplanned: Callable[..., Any] | None = None,
+    ) -> None:
+        """Let a module's calls go through a runner; and through another where nothing is planned.
+
+        A compiled block without a plan is still a compiled one.
+        """
         attach(module, runner)
-        self._runners.append((module, runner))
+        self._runners.append((module, runner, unplanned))
 
     def remove(self) -> None:
         """Give the model back exactly as it was."""
         while self._runners:
-            module, _ = self._runners.pop()
+            module, *_ = self._runners.pop()
             detach(module)
 
     def pause(self) -> None:
-        """Let the model run untouched until `resume`."""
-        for module, _ in self._runners:
-            detach(module)
+        """Let the model run unplanned until `resume`."""
+        for module, _, unplanned in self._runners:
+            if unplanned is None:
+                detach(module)
+            else:
+                attach(module, unplanned)
 
     def resume(self) -> None:
         """Put a paused plan back in force, with all it has recorded."""
-        for module, runner in self._runners:
+        for module, runner, _ in self._runners:
             attach(module, runner)
 
     @contextmanager
@@ -85,9 +100,20 @@ def apply(model: torch.nn.Module, plan: Plan, *, refuse_at_first_call: bool = Fa
         if all(decision.engine is Engine.UNTOUCHED for decision in decisions):
             continue
         scope = Scope(paths, path, is_checked=not refuse_at_first_call)
-        runner = _runner(scope, decisions, applied.rounds, watch, givers)
-        applied.put(modules[path], runner)
+
+
+        def runner(decisions: list[Decision], scope: Scope = scope) -> Callable[..., Any]:
+            return _runner(scope, decisions, applied.rounds, watch, givers, plan.kinds)
+
+        unplanned = _unplanned(plan, decisions)
+        applied.put(modules[path], runner(decisions), runner(unplanned) if unplanned else None)
     return applied
+
+
+def _unplanned(plan: Plan, decisions: list[Decision]) -> list[Decision]:
+    """The same compiled blocks in the compiler's own forms."""
+    kinds = [(decision, plan.kind_of(decision)) for decision in decisions]
+    return [replace(d, form=kind.unplanned.name) for d, kind in kinds if kind is not None]
 
 
 def _by_path(plan: Plan) -> dict[str, list[Decision]]:
@@ -114,15 +140,18 @@ def _runner(
     rounds: Round,
     watch: SizeWatch,
     givers: Collection[Decision],
+    kinds: Collection[Kind],
 ) -> Callable[..., Any]:
     if not decisions[0].children:
-        return BlockRuntime(scope, decisions, rounds, watch, givers)
+        return BlockRuntime(scope, decisions, rounds, watch, givers, kinds)
     stretches: dict[tuple[str, ...], list[Decision]] = {}
     for decision in decisions:
         stretches.setdefault(decision.children, []).append(decision)
     return SequentialRuntime(
         {
-            children: BlockRuntime(replace(scope, children=children), own, rounds, watch, givers)
+            children: BlockRuntime(
+                replace(scope, children=children), own, rounds, watch, givers, kinds
+            )
             for children, own in stretches.items()
         }
     )

@@ -13,6 +13,7 @@ class Engine(StrEnum):
     UNTOUCHED = "untouched"
     REPLAY = "replay"
     MODULE = "module"
+    INDUCTOR = "inductor"
 
 
 class OpRow(NamedTuple):
@@ -47,6 +48,8 @@ class Decision:
     An output that the next call saves, the border between the two, may be dropped too if the next
     decision says `border_in`: that call then runs with hooks (`replay`) even if it drops nothing
     itself, and its first request in backward brings the border back.
+
+    Under `inductor` the call is compiled, and `form` names one of the plan's forms.
     """
 
     path: str
@@ -63,6 +66,7 @@ class Decision:
     unplanned_peak_freed_bytes: int = 0
     recipes: tuple[str, ...] = ()
     border_in: bool = False
+    form: str = ""
 
     @property
     def takes_border(self) -> bool:

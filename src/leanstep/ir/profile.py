@@ -8,6 +8,7 @@ from leanstep.ir import codec
 from leanstep.ir.check import check_blocks, check_graph
 from leanstep.ir.decision import Engine
 from leanstep.ir.exclusion import Exclusion
+from leanstep.ir.form import Kind
 from leanstep.ir.graph import Block, Graph
 from leanstep.ir.identity import Identity
 
@@ -49,7 +50,9 @@ class Profile:
     recomputed, by path. `company` says who else drops activations of the step, or compiles parts of
     it. `estimated` says that nothing was measured: the step was imagined for a device that was not
     there. `exclusions` are the blocks that an engine must not run. Where the untouched step does
-    not fit on its device (`fits_device`), its time is the sum over its ops.
+    not fit on its device (`fits_device`), its time is the sum over its ops. `kinds` are the kinds of
+    its compiled blocks: where there are any, the untouched step is the one with every such block
+    in the compiler's own form.
     """
 
     graph: Graph = field(repr=False)
@@ -69,6 +72,8 @@ class Profile:
     estimated: bool = False
     exclusions: tuple[Exclusion, ...] = ()
     fits_device: bool = True
+    kinds: tuple[Kind, ...] = field(default=(), repr=False)
+    is_compiled: bool = False
 
     def seconds(self, op_index: int) -> float:
         """The measured seconds of one op."""

@@ -8,7 +8,7 @@ from leanstep.errors import BudgetError
 from leanstep.ir import Plan, Profile
 from leanstep.ir.exclusion import left_out
 from leanstep.planner.lower import effects, lower
-from leanstep.planner.options import CallOptions, Option, check_engine
+from leanstep.planner.options import CallOptions, Option, check_engine, check_profiled
 from leanstep.planner.overrides import Rule, parse_rules, unmet
 from leanstep.planner.segments import Part, Parts
 from leanstep.simulator import peak_op, simulate, timeline
@@ -85,7 +85,7 @@ def plan(
         solver: `"auto"` is `"optimal"`; the others are there to compare with (`docs/solvers.md`).
             A solver of one's own may be given as an object.
         engine: `"replay"` runs ops again, `"module"` whole blocks; `"auto"` takes `"replay"` where
-            it can.
+            it can. A profile made with `engine="inductor"` is planned with that engine alone.
         overrides: what to keep or recompute in any case, by module or by op in a module:
             `{"encoder.*.attention": "recompute", "*::aten.mm": "keep"}`. Later ones win.
         exact: false also allows cheap replays that were not seen to give the same bits.
@@ -109,6 +109,7 @@ def prepare(
 ) -> Space:
     """Find every option of every block call; `plan_in` then answers budgets quickly."""
     check_engine(engine)
+    check_profiled(profile, engine)
     return _prepared(profile, engine, parse_rules(profile, overrides), exact=exact)
 
 
