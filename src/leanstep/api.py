@@ -30,7 +30,6 @@ from leanstep.step import Loss, TrainingStep, make_step
 from leanstep.truth import median_seconds, peak_rise_bytes, resident_bytes
 from leanstep.verifier import judge, look_at_untouched
 
-
 # A budget that every step fits.
 WITHOUT_LIMIT = 1 << 60
 

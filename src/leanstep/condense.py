@@ -1,14 +1,15 @@
 """Turn the profile of an eager step into that of the step with compiled blocks.
 
 Where a block call is compiled, its ops of forward become one op, and its ops of backward another;
-what was born and died inside is gone, and one storage stands for all that the compiled forward hands
-over to backward. The rest of the step stays as it was recorded. The result is an ordinary profile.
+what was born and died inside is gone, and one storage stands for all that the compiled forward
+hands over to backward. The rest stays as it was recorded. The result is an ordinary profile.
 
 Ops of a call's backward are those between the first and the last that autograd ran for it. Where
 the backward passes of two calls interleave, or a call has none, the call cannot be told apart from
 the rest of the step and stays eager.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -81,7 +82,7 @@ def _spans(
         else:
             untold.append(block)
     order = sorted(found, key=lambda number: found[number].backward.start)
-    for before, after in zip(order, order[1:], strict=False):
+    for before, after in itertools.pairwise(order):
         if found[before].backward.stop > found[after].backward.start:
             untold += [found[before].block, found[after].block]
     names = {(block.path, block.occurrence, block.children) for block in untold}
@@ -248,10 +249,12 @@ class _Condenser:
     def _seen_outside(self) -> set[int]:
         """The storages that are not made inside compiled calls, and the outputs of these.
 
-        Outputs are what others read or save. What only its own backward reads is no output, however long it lives
-        (autocast holds its casts of weights to its own end).
+        Outputs are what others read or save. What only its own backward reads is no output, however
+        long it lives (autocast holds its casts of weights to its own end).
         """
-        found = {i for i, storage in enumerate(self.old.storages) if storage.birth not in self.owner}
+        found = {
+            i for i, storage in enumerate(self.old.storages) if storage.birth not in self.owner
+        }
         for index, op in enumerate(self.old.ops):
             here = self.owner.get(index, (-1, op.phase))[0]
             for value in op.reads:

@@ -31,9 +31,9 @@ def compile_with_inductor(
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     class Partitioner(CustomPartitionerFn):
-        def __call__(self, joint: Any, joint_inputs: Any, **kwargs: Any) -> Any:
+        def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
             static = kwargs.get("static_lifetime_input_indices") or []
-            return partition(joint, kwargs["num_fwd_outputs"], static)
+            return partition(gm, kwargs["num_fwd_outputs"], static)
 
         def uuid(self) -> str:
             return key
@@ -43,8 +43,9 @@ def compile_with_inductor(
             return str, (key,)
 
     patches = {**settings, "custom_partitioner_fn": Partitioner()}
-    compiled: Callable[..., Any] = compile_fx(graph, list(inputs), config_patches=patches)
-    return compiled
+    compiled: Any = compile_fx(graph, list(inputs), config_patches=patches)
+    run: Callable[..., Any] = compiled
+    return run
 
 
 def compile_to_python(
@@ -55,15 +56,15 @@ def compile_to_python(
     settings: dict[str, Any],
 ) -> Callable[..., Any]:
     """The same without a compiler of C++ or Triton: both graphs run op by op."""
-    from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch import aot_autograd as joint_graphs
 
     def split(joint: Any, joint_inputs: Any, **kwargs: Any) -> Any:
         static = kwargs.get("static_lifetime_input_indices") or []
         return partition(joint, kwargs["num_fwd_outputs"], static)
 
     def run(part: Any, _: Any) -> Any:
-        return make_boxed_func(part.forward)
+        return joint_graphs.make_boxed_func(part.forward)  # type: ignore[attr-defined]
 
     backend = aot_autograd(fw_compiler=run, bw_compiler=run, partition_fn=split)
     compiled: Callable[..., Any] = backend(graph, list(inputs))
@@ -95,7 +96,8 @@ def split_joint_graph(
         static_lifetime_input_nodes=_ordered_set(primals[index] for index in static),
     )
     backward = partitioners.reordering_to_mimic_autograd_engine(backward)
-    return partitioners.raise_getitems(forward), partitioners.raise_getitems(backward)
+    early: Any = partitioners.raise_getitems  # type: ignore[attr-defined]
+    return early(forward), early(backward)
 
 
 def _ordered_set(items: Iterator[Any]) -> Any:

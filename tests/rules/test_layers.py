@@ -24,7 +24,15 @@ REBUILD = IR | {"rebuild", "recipes", "blockgraph"}
 SIMULATOR = REBUILD | {"effects", "simulator"}
 SOLVERS = SIMULATOR | {"solvers"}
 PLANNER = SOLVERS | {"planner"}
-DEVICE = REBUILD | {"torch_private", "torch_compiler", "eager", "step", "generators", "state", "truth"}
+DEVICE = REBUILD | {
+    "torch_private",
+    "torch_compiler",
+    "eager",
+    "step",
+    "generators",
+    "state",
+    "truth",
+}
 RECORDER = DEVICE | {"recorder"}
 STAGES = (
     PLANNER

@@ -15,7 +15,6 @@ from leanstep.engines.scope import ModulePaths, Scope
 from leanstep.errors import InputError, PlanError
 from leanstep.ir import Decision, Engine, Kind, Plan
 
-
 # A module, what runs its calls, and what runs them without a plan.
 _Placed = tuple[torch.nn.Module, Callable[..., Any], Callable[..., Any] | None]
 
@@ -100,7 +99,6 @@ def apply(model: torch.nn.Module, plan: Plan, *, refuse_at_first_call: bool = Fa
         if all(decision.engine is Engine.UNTOUCHED for decision in decisions):
             continue
         scope = Scope(paths, path, is_checked=not refuse_at_first_call)
-
 
         def runner(decisions: list[Decision], scope: Scope = scope) -> Callable[..., Any]:
             return _runner(scope, decisions, applied.rounds, watch, givers, plan.kinds)

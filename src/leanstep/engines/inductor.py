@@ -182,4 +182,3 @@ def reason_of(error: BaseException) -> str:
         return str(cause)
     first_line = next((line for line in str(cause).splitlines() if line.strip()), "")
     return f"{type(cause).__name__}: {first_line.strip()}"
-

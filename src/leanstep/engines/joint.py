@@ -57,10 +57,12 @@ class JointGraph:
     @cached_property
     def needed(self) -> list[Any]:
         """The forward nodes that backward reads."""
-        (outputs,) = self.joint.graph.output_node().args
+        outputs: Any = self.joint.graph.output_node().args[0]
         readers = [node for node in self.backward if node.op != "output"]
         found = {source for node in readers for source in node.all_input_nodes}
-        found.update(node for node in outputs[self.num_outputs :] if isinstance(node, torch.fx.Node))
+        found.update(
+            node for node in outputs[self.num_outputs :] if isinstance(node, torch.fx.Node)
+        )
         return [node for node in self.forward if node in found]
 
     @cached_property
@@ -72,9 +74,8 @@ class JointGraph:
             if node.op == "placeholder":
                 continue
             source = node.all_input_nodes[0] if node.target is getitem else node
-            if source.op != "placeholder" and _is_unrepeatable(source):
-                found.add(node)
-            elif not written.isdisjoint(node.all_input_nodes):
+            is_unrepeatable = source.op != "placeholder" and _is_unrepeatable(source)
+            if is_unrepeatable or not written.isdisjoint(node.all_input_nodes):
                 found.add(node)
         return found
 

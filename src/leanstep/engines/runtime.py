@@ -171,7 +171,7 @@ class BlockRuntime:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run a call as compiled code, or where there is none, as a whole module that runs twice."""
+        """Run a call as compiled code, or where there is none, as a whole that runs twice."""
         block = self.compiled[place]
         assert block is not None, "a compiled block has a form"
         out, reason = block.run(module, args, kwargs)

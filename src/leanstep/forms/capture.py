@@ -12,7 +12,7 @@ from leanstep.torch_compiler import cause_in_backend, compiler_errors, copied, w
 _numbers = itertools.count()
 
 
-class _Captured(Exception):  # noqa: N818  (no error: the way out of the compiler)
+class _Captured(Exception):
     def __init__(self, joint: JointGraph) -> None:
         super().__init__("captured")
         self.joint = joint

@@ -1,23 +1,23 @@
 """Profile the step with compiled blocks: find kinds and forms, measure them, condense the step."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from leanstep.condense import condense
-from leanstep.engines.inductor import PRECISE, compiled_form, compiler_errors, reason_of
+from leanstep.engines.inductor import PRECISE, CompiledForm, compiled_form, reason_of
 from leanstep.errors import MeasureError
 from leanstep.forms.capture import CaptureError, capture
 from leanstep.forms.costs import node_seconds
 from leanstep.forms.cuts import Candidate, candidates
 from leanstep.forms.kinds import Sighting, find_kinds
-from leanstep.forms.trial import Trial
+from leanstep.forms.trial import Figures, Trial
 from leanstep.ir import Engine, Exclusion, Form, Kind, Profile
 from leanstep.ir.form import without_beaten
 from leanstep.profiler.measure import progress
 from leanstep.state import untouched
 from leanstep.step import TrainingStep
+from leanstep.torch_compiler import compiler_errors
 from leanstep.truth import return_cached
 
 # Forms of a kind to compile: each takes seconds.
@@ -37,10 +37,11 @@ def profile_compiled(step: TrainingStep, eager: Profile, *, exact: bool) -> Prof
         kinds: list[Kind] = []
         kind_of: dict[int, int] = {}
         exclusions: list[Exclusion] = []
-        for number, sighting in enumerate(progress(sightings, "compiling blocks")):
+        failures: tuple[type[Exception], ...] = (CaptureError, MeasureError, *compiler_errors())
+        for sighting in progress(sightings, "compiling blocks"):
             try:
-                kind = _kind(f"{sighting.class_name} {number}", sighting, step.device, most, exact)
-            except (CaptureError, MeasureError, *compiler_errors()) as error:
+                kind = _kind(sighting, step.device, most, exact)
+            except failures as error:
                 exclusions += _excluded(eager, sighting, error)
                 continue
             kind_of.update(dict.fromkeys(sighting.blocks, len(kinds)))
@@ -59,44 +60,43 @@ def _excluded(eager: Profile, sighting: Sighting, error: Exception) -> list[Excl
     return list(dict.fromkeys(found))
 
 
-def _kind(
-    name: str, sighting: Sighting, device: torch.device, most: int, exact: bool
-) -> Kind:
+def _kind(sighting: Sighting, device: torch.device, most: int, exact: bool) -> Kind:
     """Compile a kind of block in every form worth having, and measure each."""
     if sighting.objection:
         raise CaptureError(sighting.objection)
     example = sighting.example
     joint = capture(example, PRECISE if exact else {})
-    found = candidates(joint, node_seconds(joint, device), most)
     trial = Trial(example, device)
-    first = _form(name, found[0], trial, exact)
-    forms = [first]
-    for candidate in found[1:]:
+    tried: list[tuple[Candidate, CompiledForm, Figures]] = []
+    for candidate in candidates(joint, node_seconds(joint, device), most):
+        compiled = compiled_form(example.subject[1], sighting.name, candidate.kept, precise=exact)
         try:
-            forms.append(_form(name, candidate, trial, exact))
+            figures = trial.measure(compiled)
         except compiler_errors():
+            if not tried:
+                raise
             # Torch's compiler has its own limits: the other forms are still there.
             continue
-    return Kind(name, without_beaten(_usable(forms, exact)), precise=exact)
+        if figures.exact or not exact:
+            tried.append((candidate, compiled, figures))
+    times = trial.race([compiled for _, compiled, _ in tried])
+    forms = [
+        _form(f"{sighting.name}/{candidate.name}", candidate, figures, seconds)
+        for (candidate, _, figures), seconds in zip(tried, times, strict=True)
+    ]
+    return Kind(sighting.name, without_beaten(forms), precise=exact)
 
 
-def _usable(forms: Sequence[Form], exact: bool) -> list[Form]:
-    return [form for form in forms if form.exact or not exact]
-
-
-def _form(kind: str, candidate: Candidate, trial: Trial, exact: bool) -> Form:
-    _, forward = trial.example.subject
-    compiled = compiled_form(forward, kind, candidate.kept, precise=exact)
-    figures = trial.measure(compiled)
+def _form(name: str, candidate: Candidate, figures: Figures, seconds: tuple[float, float]) -> Form:
     return Form(
-        name=f"{kind}/{candidate.name}",
+        name=name,
         kept=candidate.kept,
         kept_bytes=figures.kept_bytes,
         forward_rise_bytes=figures.forward_rise_bytes,
         backward_rise_bytes=figures.backward_rise_bytes,
-        forward_seconds=figures.forward_seconds,
-        backward_seconds=figures.backward_seconds,
+        forward_seconds=seconds[0],
+        backward_seconds=seconds[1],
         holds_arguments=figures.holds_arguments,
         holds_outputs=figures.holds_outputs,
-        exact=trial.is_exact(compiled),
+        exact=figures.exact,
     )

@@ -1,9 +1,9 @@
 """What it costs to compute each node of a joint graph again, in seconds.
 
 Products, convolutions and attention are timed on the device. What Inductor fuses costs memory
-traffic, not a kernel each: next to nothing where a fused kernel of backward reads the result, a write
-and a read where a kernel of somebody else's wants it in memory. Reductions read their input once
-more. These are for finding sets worth compiling: what a form costs is measured.
+traffic, not a kernel each: next to nothing where a fused kernel of backward reads the result, a
+write and a read where a kernel of somebody else's wants it in memory. Reductions read their input
+once more. These are for finding sets worth compiling: what a form costs is measured.
 """
 
 from collections.abc import Sequence

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from leanstep.engines.joint import JointGraph, is_tensor
+from leanstep.engines.joint import JointGraph, base_of, is_tensor
 from leanstep.forms.costs import node_bytes
 from leanstep.torch_compiler import kept_by_torch
 
@@ -76,8 +77,6 @@ def _torchs(joint: JointGraph, budget: float) -> tuple[str, ...]:
 
 
 def _kept_bytes(joint: JointGraph, names: Sequence[str]) -> int:
-    from leanstep.engines.joint import base_of
-
     bases = {base_of(joint.by_name[name]) for name in names}
     return sum(node_bytes(base) for base in bases if base.op != "placeholder")
 
@@ -140,20 +139,19 @@ def _cut(
 
 def _source_side(edges: Sequence[tuple[int, int, float]], source: int, sink: int) -> list[bool]:
     """Which vertices a minimum cut leaves with the source."""
-    finite = sum(capacity for *_, capacity in edges if np.isfinite(capacity))
-    scale = FINITE_TOTAL / max(finite, 1e-30)
-    rows, columns, capacities = [], [], []
-    for tail, head, capacity in edges:
-        rows.append(tail)
-        columns.append(head)
-        whole = INFINITE if np.isinf(capacity) else max(1, round(capacity * scale))
-        capacities.append(min(INFINITE, whole))
-    size = sink + 1
-    matrix = csr_array((capacities, (rows, columns)), shape=(size, size), dtype=np.int32)
-    flow = maximum_flow(matrix, source, sink).flow
-    left = csr_array(matrix - flow)
-    left.data[left.data < 0] = 0
-    left.eliminate_zeros()
-    order = breadth_first_order(left, source, return_predecessors=False)
-    reached = set(order.tolist())
-    return [vertex in reached for vertex in range(size)]
+    tails, heads, costs = zip(*edges, strict=True)
+    network: csr_array[np.int32, tuple[int, int]] = csr_array(
+        (_whole_numbers(np.array(costs)), (np.array(tails), np.array(heads))),
+        shape=(sink + 1, sink + 1),
+    )
+    residual = csr_array(network - maximum_flow(network, source, sink).flow)
+    residual.eliminate_zeros()
+    reached = set(breadth_first_order(residual, source, return_predecessors=False).tolist())
+    return [vertex in reached for vertex in range(sink + 1)]
+
+
+def _whole_numbers(costs: npt.NDArray[np.float64]) -> npt.NDArray[np.int32]:
+    is_finite = np.isfinite(costs)
+    scale = FINITE_TOTAL / max(float(costs[is_finite].sum()), 1e-30)
+    whole = np.maximum(1, np.round(np.where(is_finite, costs, 0.0) * scale))
+    return np.where(is_finite, whole, INFINITE).astype(np.int32)

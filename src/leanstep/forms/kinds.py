@@ -5,6 +5,7 @@ the same, same parameters, modes and arguments. What is overlooked costs a secon
 Dynamo checks all that its program depends on.
 """
 
+import hashlib
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -63,7 +64,7 @@ class Example:
 class Sighting:
     """A kind of block: its example, and the numbers of the blocks that are of it."""
 
-    class_name: str
+    name: str
     example: Example
     blocks: list[int] = field(default_factory=list)
     objection: str = ""
@@ -126,11 +127,13 @@ class _Finder:
         modules = tuple(_module_look(module) for module in example.modules)
         key = (modules, str(shape), tuple(map(_look, leaves)), autocast)
         if key not in self.found:
-            copies = tree_unflatten([_copy(leaf) for leaf in leaves], shape)
-            example = Example(owner, block.children, *copies, autocast)
+            own_args, own_kwargs = tree_unflatten([_copy(leaf) for leaf in leaves], shape)
+            example = Example(owner, block.children, own_args, own_kwargs, autocast)
             strange = [type(leaf).__name__ for leaf in leaves if not _is_plain(leaf)]
             objection = f"one of its arguments is a {strange[0]}" if strange else ""
-            self.found[key] = Sighting(block.class_name, example, objection=objection)
+            # The same in every process: a plan finds its compiled forms again by it.
+            name = f"{block.class_name} {hashlib.sha256(repr(key).encode()).hexdigest()[:6]}"
+            self.found[key] = Sighting(name, example, objection=objection)
         self.found[key].blocks.append(number)
 
 
@@ -152,11 +155,11 @@ def _look(leaf: Any) -> Hashable:
     if isinstance(leaf, torch.Tensor):
         strides = leaf.stride() if leaf.layout is torch.strided else ()
         return tuple(leaf.shape), strides, leaf.dtype, str(leaf.device), leaf.requires_grad
-    return leaf if isinstance(leaf, _PLAIN) else type(leaf)
+    return (type(leaf).__name__, repr(leaf) if isinstance(leaf, _PLAIN) else "")
 
 
 def _is_plain(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) or isinstance(leaf, _PLAIN)
+    return isinstance(leaf, (torch.Tensor, *_PLAIN))
 
 
 def _copy(leaf: Any) -> Any:

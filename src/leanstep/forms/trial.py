@@ -4,13 +4,14 @@ With the arguments of a real call and made-up gradients. Every form runs from th
 and its outputs and gradients are compared with those of the first form, bit for bit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from leanstep.engines.attach import attach, detach, is_attached
+from leanstep.engines.attach import attach, detach
 from leanstep.engines.inductor import CompiledForm
 from leanstep.errors import MeasureError
 from leanstep.forms.kinds import Example
@@ -19,8 +20,9 @@ from leanstep.recorder.values import has_storage
 from leanstep.torch_private import storage_address, tree_leaves
 from leanstep.truth import OpMeter, allocated_bytes, stopwatch
 
-_REPEATS = 7
-_SEED = 20_26
+_ROUNDS = 4
+_REPEATS = 3
+_SEED = 2026
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +32,9 @@ class Figures:
     kept_bytes: int
     forward_rise_bytes: int
     backward_rise_bytes: int
-    forward_seconds: float
-    backward_seconds: float
     holds_arguments: bool
     holds_outputs: bool
+    exact: bool
 
 
 class Trial:
@@ -50,22 +51,31 @@ class Trial:
 
     def measure(self, form: CompiledForm) -> Figures:
         """Measure a form; raises what the compiler raises where it cannot be compiled."""
-        runner = _Standing()
-        module = self.example.module
-        was_attached = is_attached(module)
-        if not was_attached:
-            # As it will run: its class is part of what Dynamo checks.
-            attach(module, runner)
-        try:
+        with self._in_place():
             kept, holds_arguments, holds_outputs = self._kept(form)
             rises = self._rises(form)
-            seconds = self._seconds(form)
-        finally:
-            if not was_attached:
-                detach(module)
-        return Figures(kept, *rises, *seconds, holds_arguments, holds_outputs)
+            return Figures(kept, *rises, holds_arguments, holds_outputs, self._is_exact(form))
 
-    def is_exact(self, form: CompiledForm) -> bool:
+    def race(self, forms: Sequence[CompiledForm]) -> list[tuple[float, float]]:
+        """The median seconds of forward and backward of each form, in turns: machines are moody."""
+        laps: list[list[tuple[float, float]]] = [[] for _ in forms]
+        with self._in_place():
+            for _ in range(_ROUNDS):
+                for form, own in zip(forms, laps, strict=True):
+                    own.extend(self._laps(form))
+        return [(_median(lap[0] for lap in own), _median(lap[1] for lap in own)) for own in laps]
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """Let the module be what it will be when it runs: its class is what Dynamo checks."""
+        module = self.example.module
+        attach(module, _straight)
+        try:
+            yield
+        finally:
+            detach(module)
+
+    def _is_exact(self, form: CompiledForm) -> bool:
         """Whether outputs and gradients have the bits of the form that was asked about first."""
         found = self._numbers(form)
         if not self._expected:
@@ -114,7 +124,10 @@ class Trial:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = self._forward(form)
         modules = self.example.modules
-        own = [*(p for m in modules for p in m.parameters()), *(b for m in modules for b in m.buffers())]
+        own = [
+            *(p for m in modules for p in m.parameters()),
+            *(b for m in modules for b in m.buffers()),
+        ]
         parameters, arguments, results = (
             {storage_address(t) for t in tensors if has_storage(t)}
             for tensors in (own, self.example.arguments(), outputs)
@@ -136,8 +149,9 @@ class Trial:
         forward, backward = meter.rises()[-2:]
         return forward, backward
 
-    def _seconds(self, form: CompiledForm) -> tuple[float, float]:
-        """The median times of forward and backward."""
+    def _laps(self, form: CompiledForm) -> list[tuple[float, float]]:
+        """The times of forward and backward, some times in a row after a warm run."""
+        self._backward(self._forward(form))
         watch = stopwatch(self.device)
         for _ in range(_REPEATS):
             watch.lap()
@@ -147,15 +161,17 @@ class Trial:
             watch.lap()
             del outputs, gradients
         laps = watch.seconds()
-        forward, backward = sorted(laps[0::3]), sorted(laps[1::3])
-        return forward[_REPEATS // 2], backward[_REPEATS // 2]
+        return list(zip(laps[0::3], laps[1::3], strict=True))
 
 
-class _Standing:
-    """Stand in front of a forward that nobody calls: compiled code calls the class's own."""
+def _straight(module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
+    """Run a forward as it is; nobody calls it, compiled code calls the class's own."""
+    return forward(module, *args, **kwargs)
 
-    def __call__(self, module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
-        return forward(module, *args, **kwargs)
+
+def _median(numbers: Iterable[float]) -> float:
+    ordered = sorted(numbers)
+    return ordered[len(ordered) // 2]
 
 
 def _same(wanted: torch.Tensor | None, found: torch.Tensor | None) -> bool:

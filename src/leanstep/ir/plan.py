@@ -104,7 +104,9 @@ def check_plan(plan: Plan) -> None:
                 f"{decision.engine.value}"
             )
         if decision.engine is Engine.INDUCTOR and plan.kind_of(decision) is None:
-            raise PlanError(f"the plan compiles {decision.name} in a form that it does not describe")
+            raise PlanError(
+                f"the plan compiles {decision.name} in a form that it does not describe"
+            )
         ops = {row.name for row in decision.rows if row.dropped_bytes}
         for key in decision.drop if decision.rows else ():
             if key.rpartition(":")[0] not in ops:

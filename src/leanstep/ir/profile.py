@@ -50,9 +50,9 @@ class Profile:
     recomputed, by path. `company` says who else drops activations of the step, or compiles parts of
     it. `estimated` says that nothing was measured: the step was imagined for a device that was not
     there. `exclusions` are the blocks that an engine must not run. Where the untouched step does
-    not fit on its device (`fits_device`), its time is the sum over its ops. `kinds` are the kinds of
-    its compiled blocks: where there are any, the untouched step is the one with every such block
-    in the compiler's own form.
+    not fit on its device (`fits_device`), its time is the sum over its ops. With `is_compiled` the
+    untouched step is the one with every block compiled in the compiler's own form; `kinds` are the
+    kinds of these blocks.
     """
 
     graph: Graph = field(repr=False)
