@@ -9,7 +9,7 @@ from leanstep.engines.inductor import PRECISE, CompiledForm, compiled_form, reas
 from leanstep.errors import MeasureError
 from leanstep.forms.capture import CaptureError, capture
 from leanstep.forms.costs import node_seconds
-from leanstep.forms.cuts import Candidate, candidates
+from leanstep.forms.cuts import Candidate, anchored, candidates
 from leanstep.forms.kinds import Sighting, find_kinds
 from leanstep.forms.trial import Figures, Trial
 from leanstep.ir import Engine, Exclusion, Form, Kind, Profile
@@ -64,27 +64,55 @@ def _kind(sighting: Sighting, device: torch.device, most: int, exact: bool) -> K
     """Compile a kind of block in every form worth having, and measure each."""
     if sighting.objection:
         raise CaptureError(sighting.objection)
-    example = sighting.example
-    joint = capture(example, PRECISE if exact else {})
-    trial = Trial(example, device)
-    tried: list[tuple[Candidate, CompiledForm, Figures]] = []
-    for candidate in candidates(joint, node_seconds(joint, device), most):
-        compiled = compiled_form(example.subject[1], sighting.name, candidate.kept, precise=exact)
+    joint = capture(sighting.example, PRECISE if exact else {})
+    trials = _Trials(sighting, device, exact)
+    first, *others = candidates(joint, node_seconds(joint, device), most)
+    if not trials.add(first):
+        raise MeasureError("its gradients differ from run to run")
+    has_failed = False
+    for candidate in others:
+        sure = anchored(joint, candidate, first)
+        if has_failed or not trials.add(candidate):
+            # Whoever differs once differs again: the others are not tried without anchors.
+            has_failed = True
+            trials.add(sure)
+    return Kind(sighting.name, without_beaten(trials.forms()), precise=exact)
+
+
+class _Trials:
+    """The forms of one kind that were compiled and have passed."""
+
+    def __init__(self, sighting: Sighting, device: torch.device, exact: bool) -> None:
+        self._name, self._example, self._exact = sighting.name, sighting.example, exact
+        self._trial = Trial(sighting.example, device)
+        self._passed: dict[tuple[str, ...], tuple[Candidate, CompiledForm, Figures]] = {}
+
+    def add(self, candidate: Candidate) -> bool:
+        """Compile and measure a form; whether its bits are right."""
+        if candidate.kept in self._passed:
+            return True
+        _, forward = self._example.subject
+        compiled = compiled_form(forward, self._name, candidate.kept, precise=self._exact)
         try:
-            figures = trial.measure(compiled)
+            figures = self._trial.measure(compiled)
         except compiler_errors():
-            if not tried:
+            if not self._passed:
                 raise
             # Torch's compiler has its own limits: the other forms are still there.
-            continue
-        if figures.exact or not exact:
-            tried.append((candidate, compiled, figures))
-    times = trial.race([compiled for _, compiled, _ in tried])
-    forms = [
-        _form(f"{sighting.name}/{candidate.name}", candidate, figures, seconds)
-        for (candidate, _, figures), seconds in zip(tried, times, strict=True)
-    ]
-    return Kind(sighting.name, without_beaten(forms), precise=exact)
+            return True
+        if self._exact and not figures.exact:
+            return False
+        self._passed[candidate.kept] = candidate, compiled, figures
+        return True
+
+    def forms(self) -> list[Form]:
+        """Race those that have passed."""
+        entries = list(self._passed.values())
+        times = self._trial.race([compiled for _, compiled, _ in entries])
+        return [
+            _form(f"{self._name}/{candidate.name}", candidate, figures, seconds)
+            for (candidate, _, figures), seconds in zip(entries, times, strict=True)
+        ]
 
 
 def _form(name: str, candidate: Candidate, figures: Figures, seconds: tuple[float, float]) -> Form:

@@ -35,33 +35,34 @@ def node_bytes(node: Any) -> int:
 def node_seconds(joint: JointGraph, device: torch.device) -> dict[Any, float]:
     """The seconds of each forward node."""
     nodes = [node for node in joint.forward if node.op == "call_function"]
-    timed = [node for node in nodes if not is_view(node) and _is_timed(node)]
+    timed = [node for node in nodes if not is_view(node) and is_own_kernel(node)]
     seconds = dict(zip(timed, _timed_seconds(timed, device), strict=True))
     traffic = seconds_per_byte(max(map(node_bytes, nodes), default=0), device)
-    heavy = {node for node in joint.nodes if node.op == "call_function" and _is_timed(node)}
+    heavy = {node for node in joint.nodes if node.op == "call_function" and is_own_kernel(node)}
     for node in nodes:
         if node not in seconds:
             seconds[node] = 0.0 if is_view(node) else traffic * _moved_bytes(node, heavy)
     return seconds
 
 
-def _is_timed(node: Any) -> bool:
+def is_own_kernel(node: Any) -> bool:
     """Whether a node is a kernel of its own, which Inductor does not fuse."""
     if not is_operator(node.target):
         return False
     if kind_of(str(node.target)) in _HEAVY:
         return True
-    is_fused = torch.Tag.pointwise in node.target.tags or _is_reduction(node)
+    is_fused = torch.Tag.pointwise in node.target.tags or is_reduction(node)
     return not (is_fused or is_view(node) or str(node.target).startswith(_FUSED_NAMES))
 
 
-def _is_reduction(node: Any) -> bool:
+def is_reduction(node: Any) -> bool:
+    """Whether a node sums up, or does something of that kind."""
     name = str(node.target)
     return kind_of(name) in ("normalization", "batch_norm") or name.startswith("aten.any")
 
 
 def _moved_bytes(node: Any, heavy: set[Any]) -> float:
-    if _is_reduction(node):
+    if is_reduction(node):
         return float(sum(node_bytes(source) for source in node.all_input_nodes))
     if not is_tensor(node):
         return 0.0

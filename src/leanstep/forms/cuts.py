@@ -12,7 +12,7 @@ the side of the sink means yes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from leanstep.engines.joint import JointGraph, base_of, is_tensor
-from leanstep.forms.costs import node_bytes
+from leanstep.forms.costs import is_own_kernel, is_reduction, node_bytes
 from leanstep.torch_compiler import kept_by_torch
 
 # What users set `activation_memory_budget` to.
@@ -69,6 +69,22 @@ def candidates(joint: JointGraph, seconds: Mapping[Any, float], most: int) -> li
         add(f"cut {number}", kept)
     first, *others = found.values()
     return [first, *_spread(first, others, most - 1)]
+
+
+def anchored(joint: JointGraph, candidate: Candidate, first: Candidate) -> Candidate:
+    """The same set with all that the first one keeps of normalisations and softmaxes.
+
+    Kernels that are fused otherwise sum in another order, and round a normalised value otherwise.
+    Where forward hands over what the unplanned form hands over, its kernels are the same there.
+    """
+    sums: set[Any] = set()
+    for node in joint.forward:
+        if node.op == "call_function" and not is_own_kernel(node):
+            if is_reduction(node) or not sums.isdisjoint(node.all_input_nodes):
+                sums.add(node)
+    anchors = [name for name in first.kept if joint.by_name[name] in sums]
+    kept, _ = joint.closed((*candidate.kept, *anchors))
+    return replace(candidate, name=f"{candidate.name}, anchored", kept=kept)
 
 
 def _torchs(joint: JointGraph, budget: float) -> tuple[str, ...]:
