@@ -66,7 +66,13 @@ def compile_to_python(
     def run(part: Any, _: Any) -> Any:
         return joint_graphs.make_boxed_func(part.forward)  # type: ignore[attr-defined]
 
-    backend = aot_autograd(fw_compiler=run, bw_compiler=run, partition_fn=split)
+    backend = aot_autograd(
+        fw_compiler=run,
+        bw_compiler=run,
+        partition_fn=split,
+        # As under Inductor: who writes an input says so in the graph.
+        keep_inference_input_mutations=True,
+    )
     compiled: Callable[..., Any] = backend(graph, list(inputs))
     return compiled
 

@@ -12,7 +12,8 @@ import functools
 import hashlib
 import itertools
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -70,7 +71,8 @@ class CompiledForm:
     ) -> Callable[..., Any]:
         def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
             self.captures += 1
-            run = self.compile_graph(graph, inputs, partition, key, settings)
+            with quietly():
+                run = self.compile_graph(graph, inputs, partition, key, settings)
 
             def counted(*args: Any) -> Any:
                 self.runs += 1
@@ -96,8 +98,23 @@ def compiled_function(
     name = f"leanstep_block_{next(_numbers)}"
     code = call.__code__.replace(co_name=name)
     fresh = FunctionType(code, call.__globals__, name, call.__defaults__, call.__closure__)
-    run: Callable[..., Any] = torch.compile(fresh, backend=backend, fullgraph=True, dynamic=False)
+    with quietly():
+        run: Callable[..., Any] = torch.compile(
+            fresh, backend=backend, fullgraph=True, dynamic=False
+        )
     return run
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Let torch's compiler use what torch has deprecated: a filter of the user's may make it raise.
+
+    Such as `-W error`, which is right for the user's own code.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
 
 
 def in_turn(children: tuple[torch.nn.Module, ...], hidden: Any) -> Any:

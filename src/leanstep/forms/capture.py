@@ -4,7 +4,7 @@ import itertools
 import os
 from typing import Any
 
-from leanstep.engines.inductor import CompiledForm, compiled_function
+from leanstep.engines.inductor import CompiledForm, compiled_function, quietly
 from leanstep.engines.joint import JointGraph
 from leanstep.forms.kinds import Example
 from leanstep.torch_compiler import cause_in_backend, compiler_errors, copied, without_twins
@@ -32,7 +32,8 @@ def capture(example: Example, settings: dict[str, Any]) -> JointGraph:
     key = f"leanstep capture {os.getpid()} {next(_numbers)}"
 
     def backend(graph: Any, inputs: Any) -> Any:
-        return CompiledForm.compile_graph(graph, inputs, partition, key, settings)
+        with quietly():
+            return CompiledForm.compile_graph(graph, inputs, partition, key, settings)
 
     subject, forward = example.subject
     try:

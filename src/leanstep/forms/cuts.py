@@ -79,9 +79,10 @@ def anchored(joint: JointGraph, candidate: Candidate, first: Candidate) -> Candi
     """
     sums: set[Any] = set()
     for node in joint.forward:
-        if node.op == "call_function" and not is_own_kernel(node):
-            if is_reduction(node) or not sums.isdisjoint(node.all_input_nodes):
-                sums.add(node)
+        if node.op != "call_function" or is_own_kernel(node):
+            continue
+        if is_reduction(node) or not sums.isdisjoint(node.all_input_nodes):
+            sums.add(node)
     anchors = [name for name in first.kept if joint.by_name[name] in sums]
     kept, _ = joint.closed((*candidate.kept, *anchors))
     return replace(candidate, name=f"{candidate.name}, anchored", kept=kept)

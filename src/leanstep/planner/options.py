@@ -140,8 +140,8 @@ class OptionFinder:
         """
         if view.block.is_compiled:
             return _by_form(self.profile, view, exact=self._exact)
-        engine = self._engine(view)
-        if engine is None or self.profile.is_compiled:
+        engine = None if self.profile.is_compiled else self._engine(view)
+        if engine is None:
             return _alone(UNTOUCHED)
         wished = wishes(view, self.rules)
         frame = frame_of(view, self._behind, self._turn)
