@@ -155,7 +155,14 @@ def compiler_errors() -> tuple[type[Exception], ...]:
     """What torch raises before a compiled call has run anything."""
     from torch._dynamo import exc
 
-    return (exc.TorchDynamoException, exc.FailOnRecompileLimitHit)
+    return (exc.TorchDynamoException, recompile_limit())
+
+
+def recompile_limit() -> type[Exception]:
+    """What torch raises when a function has been compiled too often."""
+    from torch._dynamo import exc
+
+    return exc.FailOnRecompileLimitHit
 
 
 def cause_in_backend(error: BaseException) -> BaseException | None:

@@ -28,6 +28,7 @@ from leanstep.torch_compiler import (
     Partition,
     compile_with_inductor,
     compiler_errors,
+    recompile_limit,
     without_twins,
 )
 from leanstep.torch_private import is_compiler_on, modes_are_active, tree_leaves
@@ -197,5 +198,7 @@ def reason_of(error: BaseException) -> str:
     cause = getattr(error, "inner_exception", None) or error
     if isinstance(cause, LostNodeError):
         return str(cause)
+    if isinstance(cause, recompile_limit()):
+        return "torch compiles a function for eight sorts of arguments, and this is the ninth"
     first_line = next((line for line in str(cause).splitlines() if line.strip()), "")
     return f"{type(cause).__name__}: {first_line.strip()}"

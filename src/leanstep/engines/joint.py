@@ -75,7 +75,7 @@ class JointGraph:
                 continue
             source = node.all_input_nodes[0] if node.target is getitem else node
             is_unrepeatable = source.op != "placeholder" and _is_unrepeatable(source)
-            if is_unrepeatable or not written.isdisjoint(node.all_input_nodes):
+            if is_unrepeatable or not written.isdisjoint(source.all_input_nodes):
                 found.add(node)
         return found
 

@@ -136,9 +136,11 @@ class BlockRuntime:
     ) -> Any:
         """Run one call: untouched without gradients or inside another block, else as planned."""
         is_passive = not torch.is_grad_enabled() or self.rounds.active
-        if is_passive or in_backward() or _is_traced():
-            # In backward: a checkpoint of the user's runs it again, and counts what is saved.
+        if is_passive or _is_traced():
             return forward(module, *args, **kwargs)
+        if in_backward():
+            # A checkpoint of the user's runs it again, and counts what is saved.
+            return self._again(module, forward, args, kwargs)
         if not saving_hooks_work():
             return forward(module, *args, **kwargs)
         place = self._place()
@@ -162,6 +164,18 @@ class BlockRuntime:
                 return self._planned(place, module, forward, args, kwargs)
         finally:
             self.rounds.active = False
+
+    def _again(
+        self,
+        module: torch.nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a call that backward repeats: it saved what plain code saves, or compiled code."""
+        block = self.compiled[0]
+        out, reason = (None, "") if block is None else block.run(module, args, kwargs)
+        return out if reason is None else forward(module, *args, **kwargs)
 
     def _compiled(
         self,
