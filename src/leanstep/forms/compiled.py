@@ -76,7 +76,8 @@ def _kind(sighting: Sighting, device: torch.device, most: int, exact: bool) -> K
             # Whoever differs once differs again: the others are not tried without anchors.
             has_failed = True
             trials.add(sure)
-    return Kind(sighting.name, without_beaten(trials.forms()), precise=exact)
+    forms = without_beaten(trials.forms())
+    return Kind(sighting.name, forms, precise=exact, num_inexact=trials.num_inexact)
 
 
 class _Trials:
@@ -85,6 +86,7 @@ class _Trials:
     def __init__(self, sighting: Sighting, device: torch.device, exact: bool) -> None:
         self._name, self._example, self._exact = sighting.name, sighting.example, exact
         self._trial = Trial(sighting.example, device)
+        self.num_inexact = 0
         self._passed: dict[tuple[str, ...], tuple[Candidate, CompiledForm, Figures]] = {}
 
     def add(self, candidate: Candidate) -> bool:
@@ -101,6 +103,7 @@ class _Trials:
             # Torch's compiler has its own limits: the other forms are still there.
             return True
         if self._exact and not figures.exact:
+            self.num_inexact += 1
             return False
         self._passed[candidate.kept] = candidate, compiled, figures
         return True

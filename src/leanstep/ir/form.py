@@ -54,12 +54,14 @@ class Form:
 class Kind:
     """A kind of block and the forms worth having, the compiler's own choice first.
 
-    `precise`: compiled so that fused kernels round as separate ones do.
+    `precise`: compiled so that fused kernels round as separate ones do. `num_inexact` forms were
+    compiled and left out because they gave other bits.
     """
 
     name: str
     forms: tuple[Form, ...]
     precise: bool = True
+    num_inexact: int = 0
 
     @property
     def unplanned(self) -> Form:

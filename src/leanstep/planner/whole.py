@@ -1,11 +1,11 @@
 """The public verb: from a profile and a budget to a plan."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from leanstep.blockgraph import BlockGraph
 from leanstep.errors import BudgetError
-from leanstep.ir import Plan, Profile
+from leanstep.ir import Kind, Plan, Profile
 from leanstep.ir.exclusion import left_out
 from leanstep.planner.lower import effects, lower
 from leanstep.planner.options import CallOptions, Option, check_engine, check_profiled
@@ -54,7 +54,17 @@ class Space:
         return [
             *unmet(self.views, droppable, self.rules),
             *left_out(self.profile.exclusions),
+            *_inexact(self.profile.kinds),
         ]
+
+
+def _inexact(kinds: Sequence[Kind]) -> Iterator[str]:
+    """What exactness costs a compiled step: forms that gave other bits."""
+    if count := sum(kind.num_inexact for kind in kinds):
+        yield (
+            f"left out for other bits than the unplanned compiled step's: {count} compiled forms; "
+            "exact=False allows them"
+        )
 
 
 def _option(part: Part, pick: Choice) -> Option:
