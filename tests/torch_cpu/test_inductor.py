@@ -389,6 +389,19 @@ def test_a_block_called_several_times_follows_its_decisions():
     fitted.remove()
 
 
+def test_marks_and_overrides_have_the_last_word(profiled):
+    _, _, profile = profiled
+    (kind,) = profile.kinds
+    wanted = {"blocks.0": "recompute", "blocks.1": "keep"}
+    plan = leanstep.plan(profile, "100%", overrides=wanted)
+    forms = {decision.path: decision.form for decision in plan.decisions}
+    assert forms["blocks.0"] == kind.forms[-1].name
+    assert {forms[f"blocks.{place}"] for place in (1, 2, 3)} == {kind.unplanned.name}
+    lowest = lean(profiled, share=0.0)
+    with pytest.raises(leanstep.BudgetError, match=r"blocks.*keep"):
+        leanstep.plan(profile, lowest.peak_bytes, overrides={"blocks.*": "keep"})
+
+
 def test_engines_and_profiles_must_match(profiled):
     model, batch, profile = profiled
     with pytest.raises(leanstep.LeanstepError, match="profile with engine='inductor'"):

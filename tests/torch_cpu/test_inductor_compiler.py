@@ -10,6 +10,7 @@ from torch import nn  # noqa: E402
 
 import leanstep  # noqa: E402
 from leanstep.forms import compiled as forms_compiled  # noqa: E402
+from leanstep.forms import cuts  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler"),
@@ -49,7 +50,8 @@ class Stack(nn.Module):
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
 def test_planned_kernels_compute_the_bits_of_the_unplanned_ones(monkeypatch, autocast):
-    monkeypatch.setattr(forms_compiled, "MOST_FORMS", 3)
+    monkeypatch.setattr(forms_compiled, "MOST_FORMS", 2)
+    monkeypatch.setattr(cuts, "FIRM_BUDGETS", (0.2,))
     model, batch = Stack(autocast), torch.randn(256, WIDTH)
     fitted = leanstep.fit(model, batch, engine="inductor", budget="75%")
     assert not fitted.profile.exclusions

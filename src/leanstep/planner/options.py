@@ -139,7 +139,7 @@ class OptionFinder:
         Several made one have two options: to keep all, and to drop all.
         """
         if view.block.is_compiled:
-            return _by_form(self.profile, view, exact=self._exact)
+            return _by_form(self.profile, view, wishes(view, self.rules), exact=self._exact)
         engine = None if self.profile.is_compiled else self._engine(view)
         if engine is None:
             return _alone(UNTOUCHED)
@@ -355,19 +355,21 @@ def _by_module(
     return CallOptions((UNTOUCHED, whole), everything, frozenset(), drop)
 
 
-def _by_form(profile: Profile, view: BlockGraph, *, exact: bool) -> CallOptions:
-    """One option for each form of a compiled call."""
+def _by_form(profile: Profile, view: BlockGraph, wished: Wishes, *, exact: bool) -> CallOptions:
+    """One option for each form of a compiled call; the last one keeps least."""
     kind = profile.kinds[view.block.kind]
     unplanned, *others = (form for form in kind.forms if form.exact or not exact)
     first = Option(Engine.INDUCTOR, frozenset(), 0.0, forms=(unplanned, unplanned))
     options = [first]
-    for form in others:
-        effect = form_effect(view, unplanned, form)
-        option = _option(profile, Engine.INDUCTOR, (), effect)
+    for form in sorted(others, key=lambda form: -form.kept_bytes):
+        option = _option(profile, Engine.INDUCTOR, (), form_effect(view, unplanned, form))
         options.append(replace(option, forms=(unplanned, form)))
-    # The last one is that which frees most.
-    options[1:] = sorted(options[1:], key=lambda option: -option.forms[1].kept_bytes)
-    return CallOptions(tuple(options), frozenset(), frozenset(), lambda dropped: first)
+    if wished.keep:
+        options = [first]
+    if wished.recompute:
+        options = options[-1:]
+    droppable = frozenset(view.saved) if options[-1] is not first else frozenset[int]()
+    return CallOptions(tuple(options), droppable, frozenset(), lambda dropped: options[0])
 
 
 def _writes_outside(view: BlockGraph) -> bool:
