@@ -222,13 +222,12 @@ class _Condenser:
             if index not in self.dropped_saves:
                 held(save.value.storage, self._ceil(save.release) - 1)
         for span in self.spans.values():
-            holds_arguments = any(form.holds_arguments for form in span.kind.forms)
-            holds_outputs = any(form.holds_outputs for form in span.kind.forms)
+            form = span.kind.unplanned
             touched = {v.storage for i in span.forward for v in self.old.ops[i].reads}
             touched.update(v.storage for i in span.forward for v in self.old.ops[i].writes)
             for number in touched & self.seen_outside:
                 is_own = self.old.storages[number].birth >= span.forward.start
-                if holds_outputs if is_own else holds_arguments:
+                if form.holds_outputs if is_own else form.holds_arguments:
                     held(number, self._new(span.backward.start))
         return deaths
 

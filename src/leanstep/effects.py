@@ -5,7 +5,7 @@ on. *Replays*: ops inserted before a backward op, with a level of their own. An 
 for its block alone, from the recorded step and the schedule that the engine follows.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from leanstep.blockgraph import STATISTICS_ARE_OPTIONAL, BlockGraph, births, is_generator
@@ -111,7 +111,23 @@ def form_effect(view: BlockGraph, unplanned: Form, form: Form) -> Effect:
         Shift(forward + 1, backward + 1, kept, Category.ACTIVATION, number),
         _rise_shift(backward, form.backward_rise_bytes - unplanned.backward_rise_bytes),
     )
-    return Effect(shifts, added_seconds=form.seconds - unplanned.seconds)
+    held = set[int]()
+    if form.holds_arguments and not unplanned.holds_arguments:
+        held.update(value.storage for value in view.graph.ops[forward].reads)
+    if form.holds_outputs and not unplanned.holds_outputs:
+        held.update(value.storage for value in view.graph.ops[forward].writes)
+    return Effect(
+        (*shifts, *_held_longer(view, held, backward)),
+        added_seconds=form.seconds - unplanned.seconds,
+    )
+
+
+def _held_longer(view: BlockGraph, numbers: Collection[int], backward: int) -> Iterator[Shift]:
+    """What would be gone before a call's backward, and is held until then."""
+    for number in sorted(numbers):
+        storage = view.graph.storages[number]
+        if storage.death < backward:
+            yield Shift(storage.death + 1, backward + 1, storage.nbytes, storage.category, number)
 
 
 def _rise_shift(op: int, nbytes: int) -> Shift:

@@ -7,7 +7,7 @@ from leanstep.condense import condense
 from leanstep.errors import BudgetError, InputError
 from leanstep.ir import Engine, Form, Kind, Profile
 from leanstep.ir.form import without_beaten
-from leanstep.simulator import simulate
+from leanstep.simulator import plan_effects, simulate
 from leanstep.testing.chains import KIB, Layer, chain_profile
 
 
@@ -90,6 +90,21 @@ def test_outputs_live_as_long_as_the_next_call_holds_its_arguments():
 
     assert longest(holding) > holding.blocks[-1].stop
     assert longest(free) <= free.blocks[1].stop
+
+
+def test_a_form_that_holds_its_arguments_holds_them_until_backward():
+    first = form("first", 4 * KIB, KIB, KIB, holds_arguments=False)
+    other = form("other", 0, KIB, KIB, holds_arguments=True)
+    profile = compiled(kind=Kind("Block", (first, other)))
+    forced = {"layers.2": "recompute"}
+
+    plan = planner.plan(profile, 1 << 40, overrides=forced)
+
+    (effect,) = [e for e in plan_effects(profile, plan) if e.shifts]
+    held = [s for s in effect.shifts if s.nbytes > 0]
+    assert [s.nbytes for s in held] == [4 * KIB]
+    assert held[0].storage >= 0
+    assert held[0].stop > profile.blocks[2].stop
 
 
 def test_calls_that_are_not_compiled_stay_as_they_were():
