@@ -103,11 +103,13 @@ def profile_for(step: TrainingStep, engine: str, *, exact: bool = True) -> Profi
         with untouched(step):
             fits = first_run_fits(step)
             seconds = median_seconds(step.run, step.device) if fits else draft.step_seconds
+            # Anew: what the compiler has left on the device stays there.
+            other_bytes = max(0, resident_bytes(step) - static_bytes(draft) + draft.other_bytes)
             rise = _measured_rise(step, 1) if fits else 0
     finally:
         applied.remove()
     draft = dataclasses.replace(draft, step_seconds=seconds, fits_device=fits, slack_bytes=0)
-    return _with_peak(draft, draft.other_bytes, rise)
+    return _with_peak(draft, other_bytes, rise)
 
 
 def unplanned_plan(profile: Profile) -> Plan:

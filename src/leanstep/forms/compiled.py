@@ -6,6 +6,7 @@ import torch
 
 from leanstep.condense import condense
 from leanstep.engines.inductor import PRECISE, CompiledForm, compiled_form, reason_of
+from leanstep.engines.joint import LostNodeError
 from leanstep.errors import MeasureError
 from leanstep.forms.capture import CaptureError, capture
 from leanstep.forms.costs import node_seconds
@@ -17,7 +18,7 @@ from leanstep.ir.form import without_beaten
 from leanstep.profiler.measure import progress
 from leanstep.state import untouched
 from leanstep.step import TrainingStep
-from leanstep.torch_compiler import compiler_errors
+from leanstep.torch_compiler import recompile_limit
 from leanstep.truth import return_cached
 
 # Forms of a kind to compile: each takes seconds.
@@ -37,24 +38,20 @@ def profile_compiled(step: TrainingStep, eager: Profile, *, exact: bool) -> Prof
         kinds: list[Kind] = []
         kind_of: dict[int, int] = {}
         exclusions: list[Exclusion] = []
-        failures: tuple[type[Exception], ...] = (CaptureError, MeasureError, *compiler_errors())
         for sighting in progress(sightings, "compiling blocks"):
             try:
                 kind = _kind(sighting, step.device, most, exact)
-            except failures as error:
-                exclusions += _excluded(eager, sighting, error)
+            except (CaptureError, LostNodeError, MeasureError) as error:
+                exclusions += _excluded(eager, sighting, str(error))
                 continue
             kind_of.update(dict.fromkeys(sighting.blocks, len(kinds)))
             kinds.append(kind)
             return_cached(step.device)
-        # Gradients of what ran alone would count as the step's own.
-        step.drop_gradients()
     known = replace(eager, exclusions=(*eager.exclusions, *exclusions))
     return condense(known, kind_of, kinds)
 
 
-def _excluded(eager: Profile, sighting: Sighting, error: Exception) -> list[Exclusion]:
-    reason = str(error) if isinstance(error, (CaptureError, MeasureError)) else reason_of(error)
+def _excluded(eager: Profile, sighting: Sighting, reason: str) -> list[Exclusion]:
     blocks = [eager.blocks[number] for number in sighting.blocks]
     found = (Exclusion(b.path, b.children, Engine.INDUCTOR, reason) for b in blocks)
     return list(dict.fromkeys(found))
@@ -97,9 +94,13 @@ class _Trials:
         compiled = compiled_form(forward, self._name, candidate.kept, precise=self._exact)
         try:
             figures = self._trial.measure(compiled)
-        except compiler_errors():
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, recompile_limit()) as error:
             if not self._passed:
-                raise
+                raise MeasureError(
+                    f"compiled and run alone, it raised {reason_of(error)}"
+                ) from None
             # Torch's compiler has its own limits: the other forms are still there.
             return True
         if self._exact and not figures.exact:

@@ -7,7 +7,7 @@ Dynamo checks all that its program depends on.
 
 import hashlib
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from leanstep.engines.inductor import subject_of
 from leanstep.ir import Block, Profile
+from leanstep.recorder import in_host_memory
 from leanstep.step import TrainingStep
 from leanstep.torch_private import tree_flatten, tree_leaves, tree_unflatten
 
@@ -73,7 +74,8 @@ class Sighting:
 def find_kinds(step: TrainingStep, profile: Profile) -> list[Sighting]:
     """Run forward once and look at the arguments of every block; leaves traces."""
     finder = _Finder(profile)
-    with finder.watching(step.model):
+    room = nullcontext() if profile.fits_device else in_host_memory()
+    with finder.watching(step.model), room:
         step.compute_loss()
     return list(finder.found.values())
 
