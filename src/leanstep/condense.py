@@ -107,11 +107,14 @@ def _backward_ops(graph: Graph, block: Block) -> range:
         for index, op in enumerate(graph.ops)
         if op.phase is Phase.BACKWARD and op.call in inside
     ]
-    places += [unpack.position for unpack in graph.unpacks if unpack.save in own]
-    places += [graph.saves[index].release - 1 for index in own]
-    turn = next((i for i, op in enumerate(graph.ops) if op.phase is Phase.BACKWARD), 0)
-    places = [place for place in places if turn <= place < len(graph.ops)]
-    return range(min(places), max(places) + 1) if turn and places else range(0)
+    # Not where saves are let go: what nobody asks for may live to the end of the step.
+    asked = {unpack.position for unpack in graph.unpacks if unpack.save in own}
+    places += [
+        place
+        for place in asked
+        if place < len(graph.ops) and graph.ops[place].phase is Phase.BACKWARD
+    ]
+    return range(min(places), max(places) + 1) if places else range(0)
 
 
 def _is_in(path: str, block: Block) -> bool:
@@ -128,7 +131,6 @@ class _Condenser:
     def __init__(self, profile: Profile, spans: dict[int, _Span], kinds: Sequence[Kind]) -> None:
         self.profile, self.old, self.spans, self.kinds = profile, profile.graph, spans, kinds
         self.new_op = self._number_ops()
-        self.num_ops = self.new_op[-1]
         self.owner = self._owners()
         self.writers = self._writers()
         self.dropped_saves = {index for span in spans.values() for index in span.block.saves}

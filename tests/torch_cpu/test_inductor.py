@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 import leanstep  # noqa: E402
 from leanstep import models, torch_compiler  # noqa: E402
 from leanstep.engines import inductor  # noqa: E402
-from leanstep.engines.attach import detach, is_attached  # noqa: E402
+from leanstep.engines.attach import detach, is_attached, original_class  # noqa: E402
 from leanstep.forms import compiled as forms_compiled  # noqa: E402
 from leanstep.ir import Engine  # noqa: E402
 
@@ -104,6 +104,17 @@ def left_as_found(profiled):
     model.zero_grad()
 
 
+def captures_of(fitted, model):
+    """How often the forms that a plan uses were captured: trials and steps must look alike."""
+    found = set()
+    for decision in fitted.plan.decisions:
+        kind = fitted.plan.kind_of(decision)
+        forward = original_class(model.get_submodule(decision.path)).forward
+        kept = kind.form(decision.form).kept
+        found.add(inductor.compiled_form(forward, kind.name, kept, precise=True).captures)
+    return found
+
+
 def lean(profiled, share=0.75):
     """The plan that keeps about so much of what compiled blocks may free."""
     _, _, profile = profiled
@@ -174,6 +185,7 @@ def test_fit_keeps_promise_and_numbers(name, sizes, budget):
     assert verdict.within_budget
     assert verdict.measured_peak_bytes <= verdict.predicted_peak_bytes * 1.001
     assert verdict.predicted_peak_bytes <= 1.05 * verdict.measured_peak_bytes
+    assert captures_of(fitted, model) == {1}
     assert list(model.state_dict()) == keys
     assert "inductor" in str(fitted)
     fitted.remove()
