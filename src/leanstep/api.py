@@ -5,16 +5,18 @@ from typing import Any
 
 import torch
 
-from leanstep import engines
+from leanstep import engines, planner
 from leanstep.engines.attach import is_attached
 from leanstep.engines.check import check_model, check_step
 from leanstep.errors import InputError, MeasureError
 from leanstep.estimator import estimated_profile
+from leanstep.forms import profile_compiled
 from leanstep.imagine import Factory, Ingredients
 from leanstep.ir import Fact, Graph, Plan, Profile, Verdict
 from leanstep.ir.check import check_blocks, check_graph
 from leanstep.marks import marks_of
 from leanstep.owners import refuse_owners
+from leanstep.planner.options import check_engine
 from leanstep.profiler import measure, with_recipes
 from leanstep.profiler.cache import device_name
 from leanstep.profiler.link import measured_link
@@ -37,6 +39,9 @@ from leanstep.verifier import judge, look_at_untouched
 # The share of a step's time beyond which it counts as all of it: what is left is measuring.
 _MOSTLY = 0.85
 
+# A budget that every step fits.
+WITHOUT_LIMIT = 1 << 60
+
 
 def profile(
     model: torch.nn.Module | Factory,
@@ -46,6 +51,8 @@ def profile(
     optimizer: torch.optim.Optimizer | None = None,
     device: str | None = None,
     gradients_kept: bool = False,
+    engine: str = "auto",
+    exact: bool = True,
 ) -> Profile:
     """Record one training step of a model, find its blocks, and time its ops.
 
@@ -56,7 +63,14 @@ def profile(
     that device, which need not be there: nothing is run or allocated. The model may then be on
     `meta`, or in place of model and batch there may be a function without arguments that returns
     model, batch, loss and optimizer; it is called where new tensors take no memory.
+
+    With `engine="inductor"` the profile is that of the step with its blocks compiled: each kind of
+    block is compiled in several forms, and each of them measured, which takes seconds a form. With
+    `exact=False` fused kernels may round as they like, and forms whose bits differ are kept.
     """
+    check_engine(engine)
+    if device is not None and engine == "inductor":
+        raise InputError("compiled blocks are measured on their device: leave out device=")
     if device is not None:
         return estimated_profile(
             _source(model, batch, loss, optimizer), device, gradients_kept=gradients_kept
@@ -68,7 +82,7 @@ def profile(
         )
     step = make_step(model, batch, loss, optimizer, gradients_kept=gradients_kept)
     refuse_fitted(model)
-    return profile_step(step)
+    return profile_for(step, engine, exact=exact)
 
 
 def _source(
@@ -85,6 +99,31 @@ def _source(
     if any(part is not None for part in (batch, loss, optimizer)):
         raise InputError("a factory returns batch, loss and optimizer: leave the arguments out")
     return model
+
+
+def profile_for(step: TrainingStep, engine: str, *, exact: bool = True) -> Profile:
+    """Profile a step that has been checked, as an engine will run it."""
+    recorded = profile_step(step)
+    if engine != "inductor":
+        return recorded
+    draft = profile_compiled(step, recorded, exact=exact)
+    applied = engines.apply(step.model, unplanned_plan(draft))
+    try:
+        with untouched(step):
+            fits = first_run_fits(step)
+            seconds = median_seconds(step.run, step.device) if fits else draft.step_seconds
+            # Anew: what the compiler has left on the device stays there.
+            other_bytes = max(0, resident_bytes(step) - static_bytes(draft) + draft.other_bytes)
+            rise = _measured_rise(step, 1) if fits else 0
+    finally:
+        applied.remove()
+    draft = dataclasses.replace(draft, step_seconds=seconds, fits_device=fits, slack_bytes=0)
+    return _with_peak(draft, other_bytes, rise)
+
+
+def unplanned_plan(profile: Profile) -> Plan:
+    """The plan that changes nothing; of compiled blocks it says so explicitly."""
+    return planner.plan(profile, WITHOUT_LIMIT, solver="keep_all")
 
 
 def profile_step(step: TrainingStep) -> Profile:
@@ -199,9 +238,10 @@ def verify(
     step = make_step(model, batch, loss, optimizer, gradients_kept=gradients_kept)
     refuse_fitted(model)
     check_step(step, plan)
-    before = look_at_untouched(step, fits_device=_fits(step))
     applied = engines.apply(model, plan)
     try:
+        with applied.paused():
+            before = look_at_untouched(step, fits_device=_fits(step))
         return judge(step, applied, before)
     finally:
         applied.remove()

@@ -9,7 +9,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from leanstep.blockgraph import STATISTICS_ARE_OPTIONAL, BlockGraph, births, is_generator
-from leanstep.ir import Category, Decision, Engine, Offload, Profile, RecipeCost, Value
+from leanstep.errors import PlanError
+from leanstep.ir import Category, Decision, Engine, Form, Offload, Profile, RecipeCost, Value
 from leanstep.ir.graph import Fact, Op
 from leanstep.rebuild import Run, Session
 
@@ -58,19 +59,24 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What one decision does to the step."""
+    """What one decision does to the step.
+
+    `added_seconds` is what the block's own ops take longer, beside the replays.
+    """
 
     shifts: tuple[Shift, ...] = ()
     replays: tuple[Replay, ...] = ()
+    added_seconds: float = 0.0
 
     def seconds(self, profile: Profile) -> float:
         """What it adds to the step: the time of all that runs again, and of the call's own work."""
         if not self.shifts and not self.replays:
-            return 0.0
-        return sum(replay.seconds(profile) for replay in self.replays) + profile.call_seconds
+            return self.added_seconds
+        replayed = sum(replay.seconds(profile) for replay in self.replays)
+        return self.added_seconds + replayed + profile.call_seconds
 
 
-def decision_effect(view: BlockGraph, decision: Decision) -> Effect:
+def decision_effect(profile: Profile, view: BlockGraph, decision: Decision) -> Effect:
     """What one decision does."""
     match decision.engine:
         case Engine.UNTOUCHED:
@@ -81,6 +87,56 @@ def decision_effect(view: BlockGraph, decision: Decision) -> Effect:
             return replay_effect(view, dropped, border_in=has_hooks)
         case Engine.MODULE:
             return module_effect(view)
+        case Engine.INDUCTOR:
+            return form_effect(view, *_forms(profile, view, decision))
+
+
+def _forms(profile: Profile, view: BlockGraph, decision: Decision) -> tuple[Form, Form]:
+    """The unplanned form of a call and the one that a decision names."""
+    kind = profile.kinds[view.block.kind] if view.block.is_compiled else None
+    form = None if kind is None else kind.form(decision.form)
+    if kind is None or form is None:
+        raise PlanError(f"{view.block.name} cannot be compiled in the form {decision.form!r}")
+    return kind.unplanned, form
+
+
+def form_effect(view: BlockGraph, unplanned: Form, form: Form) -> Effect:
+    """What it does to the step when a compiled call runs in another form than the unplanned one.
+
+    The graph has the call's forward and backward as one op each, with the rises of the unplanned
+    form, and one storage for all that this form keeps.
+    """
+    if form == unplanned:
+        return Effect()
+    (save,), (unpack,), forward = view.saves, view.unpacks, view.block.start
+    backward, number = unpack.position, save.value.storage
+    kept = form.kept_bytes - unplanned.kept_bytes
+    shifts = (
+        _rise_shift(forward, form.forward_rise_bytes - unplanned.forward_rise_bytes),
+        Shift(forward + 1, backward + 1, kept, Category.ACTIVATION, number),
+        _rise_shift(backward, form.backward_rise_bytes - unplanned.backward_rise_bytes),
+    )
+    held = set[int]()
+    if form.holds_arguments and not unplanned.holds_arguments:
+        held.update(value.storage for value in view.graph.ops[forward].reads)
+    if form.holds_outputs and not unplanned.holds_outputs:
+        held.update(value.storage for value in view.graph.ops[forward].writes)
+    return Effect(
+        (*shifts, *_held_longer(view, held, backward)),
+        added_seconds=form.seconds - unplanned.seconds,
+    )
+
+
+def _held_longer(view: BlockGraph, numbers: Collection[int], backward: int) -> Iterator[Shift]:
+    """What would be gone before a call's backward, and is held until then."""
+    for number in sorted(numbers):
+        storage = view.graph.storages[number]
+        if storage.death < backward:
+            yield Shift(storage.death + 1, backward + 1, storage.nbytes, storage.category, number)
+
+
+def _rise_shift(op: int, nbytes: int) -> Shift:
+    return Shift(op, op + 1, nbytes, Category.TEMPORARY)
 
 
 def replay_effect(view: BlockGraph, dropped: Collection[int], *, border_in: bool = False) -> Effect:

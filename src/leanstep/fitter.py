@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from leanstep import engines, planner
-from leanstep.api import profile_step, refuse_fitted
+from leanstep.api import profile_for, refuse_fitted, unplanned_plan
 from leanstep.engines import Applied
 from leanstep.errors import MeasureError, VerifyError
 from leanstep.ir import Exclusion, Plan, Profile, Verdict
@@ -86,7 +86,8 @@ def fit(
             memory of the GPU less a margin); it bounds the peak of everything on the device over
             the whole step.
         solver: `"auto"`, a name from `docs/solvers.md`, or a solver of one's own.
-        engine: `"auto"`, `"replay"` or `"module"`.
+        engine: `"auto"`, `"replay"`, `"module"`, or `"inductor"`, which compiles the blocks: the
+            budget's shares and the verdict are then about the compiled step.
         overrides: what to keep or recompute in any case:
             `{"encoder.*.attention": "recompute", "*::aten.mm": "keep"}`.
         verify: compare with the untouched model; costs about twenty steps.
@@ -111,22 +112,27 @@ def fit(
             exact=exact,
             offload=offload,
         )
-        fitted = _fit(step, budget, make_plan, verify=verify)
+        refuse_fitted(model)
+        recorded = profile_for(step, engine, exact=exact)
+        fitted = _fit(step, recorded, budget, make_plan, verify=verify)
     return replace(fitted, taken=taken)
 
 
 def _fit(
-    step: TrainingStep, budget: str | int, make_plan: Callable[..., Plan], *, verify: bool
+    step: TrainingStep,
+    recorded: Profile,
+    budget: str | int,
+    make_plan: Callable[..., Plan],
+    *,
+    verify: bool,
 ) -> Fit:
-    refuse_fitted(step.model)
-    recorded = profile_step(step)
     budget_bytes = _budget_bytes(budget, step, recorded)
 
     def plan_for(known: Profile) -> Plan:
         return make_plan(known, budget_bytes)
 
-    # Looked at before anything is changed.
-    before = look_at_untouched(step, fits_device=recorded.fits_device) if verify else None
+    # Looked at before anything is planned.
+    before = _look_at_unplanned(step, recorded) if verify else None
     recorded, applied = _rehearsed(step, recorded, plan_for)
     if before is None:
         return Fit(recorded, applied.plan, None, applied)
@@ -140,6 +146,16 @@ def _fit(
         first = Fit(recorded, applied.plan, verdict, applied)
         return _better(step, first, before, tighter, plan_for)
     return Fit(recorded, applied.plan, verdict, applied)
+
+
+def _look_at_unplanned(step: TrainingStep, recorded: Profile) -> Look:
+    """A look at the untouched step; where blocks are compiled, at the step with these unplanned."""
+    applied = engines.apply(step.model, unplanned_plan(recorded)) if recorded.is_compiled else None
+    try:
+        return look_at_untouched(step, fits_device=recorded.fits_device)
+    finally:
+        if applied is not None:
+            applied.remove()
 
 
 def _corrected(recorded: Profile, verdict: Verdict) -> Profile:

@@ -5,6 +5,7 @@ The recorded step gives the level at each op; a plan is the sum of the effects o
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -28,19 +29,16 @@ def plan_effects(profile: Profile, plan: Plan) -> list[Effect]:
     views = views_of(profile.graph, blocks)
     effects = []
     gone: frozenset[int] = frozenset()
-    for view, (decision, after) in zip(views, plan.pairs, strict=True):
+    for place, (view, (decision, after)) in enumerate(zip(views, plan.pairs, strict=True)):
         if after is None or not after.takes_border:
             view = view.without_border()
         view = _with_recipes(profile, view, decision)
         dropped = view.storages_named(decision.drop) if decision.drop else frozenset[int]()
         gone = _check_borders(view, dropped, gone) if dropped else dropped
         if decision.engine is not Engine.UNTOUCHED:
-            effects.append(decision_effect(view, decision))
-    effects.extend(
-        Effect(tuple(offload_shifts(views, place, decision.offload)))
-        for place, decision in enumerate(plan.decisions)
-        if decision.offload
-    )
+            effect = decision_effect(profile, view, decision)
+            parked = offload_shifts(views, place, decision.offload)
+            effects.append(replace(effect, shifts=(*effect.shifts, *parked)))
     return effects
 
 

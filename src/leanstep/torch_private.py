@@ -435,3 +435,8 @@ def generator_bytes(state: torch.Tensor | None = None) -> bytes:
     """The state of the CPU's generator, or one taken earlier; read past every mode."""
     with past_every_mode():
         return (torch.get_rng_state() if state is None else state).numpy().tobytes()
+
+
+def modes_are_active() -> bool:
+    """Whether a dispatch mode watches ops: compiled code would not run then, and not again."""
+    return bool(torch._C._len_torch_dispatch_stack() > 0)

@@ -10,6 +10,7 @@ To find one's place in the stream, a marker is allocated and freed: a size nobod
 """
 
 import gc
+import itertools
 import os
 import time
 import warnings
@@ -294,3 +295,48 @@ class IdleMeter(OpMeter):
     def rises(self) -> list[int]:
         """Nothing is measured."""
         return [0] * self._num_ops
+
+
+class Stopwatch:
+    """The seconds between laps."""
+
+    def __init__(self) -> None:
+        self._times: list[float] = []
+
+    def lap(self) -> None:
+        """Note the time."""
+        self._times.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """From each lap to the next."""
+        return [after - before for before, after in itertools.pairwise(self._times)]
+
+
+class CudaStopwatch(Stopwatch):
+    """The same by the GPU's own clock: what the host does meanwhile does not count."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._events: list[torch.cuda.Event] = []
+        torch.cuda.synchronize(device)
+        # Work for the GPU while the host prepares the first kernels: else it waits for the host.
+        busy = torch.empty(1 << 28, dtype=torch.uint8, device=device)
+        for _ in range(64):
+            busy.zero_()
+
+    def lap(self) -> None:
+        """Note the time."""
+        self._events.append(torch.cuda.Event(enable_timing=True))
+        self._events[-1].record()
+
+    def seconds(self) -> list[float]:
+        """From each lap to the next."""
+        torch.cuda.synchronize(self._device)
+        pairs = itertools.pairwise(self._events)
+        return [1e-3 * before.elapsed_time(after) for before, after in pairs]
+
+
+def stopwatch(device: torch.device) -> Stopwatch:
+    """A stopwatch for work on a device."""
+    return CudaStopwatch(device) if device.type == "cuda" else Stopwatch()

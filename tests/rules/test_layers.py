@@ -24,12 +24,21 @@ REBUILD = IR | {"rebuild", "recipes", "blockgraph"}
 SIMULATOR = REBUILD | {"effects", "simulator"}
 SOLVERS = SIMULATOR | {"solvers"}
 PLANNER = SOLVERS | {"planner"}
-DEVICE = REBUILD | {"torch_private", "eager", "step", "generators", "state", "truth"}
+DEVICE = REBUILD | {
+    "torch_private",
+    "torch_compiler",
+    "eager",
+    "step",
+    "generators",
+    "state",
+    "truth",
+}
 RECORDER = DEVICE | {"recorder"}
 STAGES = (
     PLANNER
     | RECORDER
     | {"owners", "marks", "profiler", "imagine", "estimator", "engines", "verifier", "reporters"}
+    | {"forms"}
 )
 
 MAY_IMPORT = {
@@ -44,7 +53,9 @@ MAY_IMPORT = {
     "solvers": SOLVERS,
     "planner": PLANNER,
     "reporters": SIMULATOR | {"reporters"},
+    "condense": IR,
     "torch_private": BASE,
+    "torch_compiler": BASE,
     "owners": BASE | {"torch_private"},
     "eager": BASE | {"torch_private"},
     "step": IR | {"torch_private"},
@@ -57,6 +68,7 @@ MAY_IMPORT = {
     "imagine": RECORDER | {"imagine"},
     "estimator": RECORDER | {"owners", "effects", "simulator", "marks", "profiler", "imagine"},
     "engines": RECORDER | {"engines"},
+    "forms": RECORDER | {"condense", "profiler", "engines", "forms"},
     "verifier": RECORDER | {"simulator", "engines"},
     "models": BASE | {"models"},
     "api": STAGES,
@@ -72,7 +84,7 @@ GUESTS = {"integrations", "cli", "__main__"}
 TORCH = {
     *("recorder", "profiler", "imagine", "estimator", "engines", "models", "integrations"),
     *("verifier", "truth", "fitter", "state", "step", "torch_private", "testing", "api", "marks"),
-    *("eager", "owners", "generators"),
+    *("eager", "owners", "generators", "torch_compiler", "forms"),
 }
 WITHOUT_TORCH = (
     "planner",
@@ -82,6 +94,7 @@ WITHOUT_TORCH = (
     "recipes",
     "blockgraph",
     "effects",
+    "condense",
     "reporters",
     "ir",
 )

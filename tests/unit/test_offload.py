@@ -27,6 +27,7 @@ def test_a_fast_link_costs_no_time() -> None:
     found = plan(steps(FAST), "60%")
 
     assert found.host_bytes > 0
+    check_plan(found)
     # Hooks alone: nothing runs again.
     assert not any(decision.drop for decision in found.decisions)
     assert found.extra_seconds < plan(steps(None), "60%").extra_seconds / 10

@@ -17,6 +17,9 @@ from leanstep.engines.scope import ModulePaths, Scope
 from leanstep.errors import InputError, PlanError
 from leanstep.ir import Decision, Engine, Plan
 
+# A module, what runs its calls, and what runs them without a plan.
+_Placed = tuple[torch.nn.Module, Callable[..., Any], Callable[..., Any] | None]
+
 
 class Applied:
     """A plan in force; `remove()` ends it."""
@@ -24,27 +27,38 @@ class Applied:
     def __init__(self, model: torch.nn.Module, plan: Plan) -> None:
         self.model, self.plan = model, plan
         self.rounds = Round(Lot(plan))
-        self._runners: list[tuple[torch.nn.Module, Callable[..., Any]]] = []
+        self._runners: list[_Placed] = []
 
-    def put(self, module: torch.nn.Module, runner: Callable[..., Any]) -> None:
-        """Let a module's calls go through a runner."""
+    def put(
+        self,
+        module: torch.nn.Module,
+        runner: Callable[..., Any],
+        unplanned: Callable[..., Any] | None = None,
+    ) -> None:
+        """Let a module's calls go through a runner; and through another where nothing is planned.
+
+        A compiled block without a plan is still a compiled one.
+        """
         attach(module, runner)
-        self._runners.append((module, runner))
+        self._runners.append((module, runner, unplanned))
 
     def remove(self) -> None:
         """Give the model back exactly as it was."""
         while self._runners:
-            module, _ = self._runners.pop()
+            module, *_ = self._runners.pop()
             detach(module)
 
     def pause(self) -> None:
-        """Let the model run untouched until `resume`."""
-        for module, _ in self._runners:
-            detach(module)
+        """Let the model run unplanned until `resume`."""
+        for module, _, unplanned in self._runners:
+            if unplanned is None:
+                detach(module)
+            else:
+                attach(module, unplanned)
 
     def resume(self) -> None:
         """Put a paused plan back in force, with all it has recorded."""
-        for module, runner in self._runners:
+        for module, runner, _ in self._runners:
             attach(module, runner)
 
     @contextmanager
@@ -74,12 +88,12 @@ def apply(model: torch.nn.Module, plan: Plan, *, refuse_at_first_call: bool = Fa
     """
     modules = dict(model.named_modules())
     applied = Applied(model, plan)
-    numbers = {id(decision): number for number, decision in enumerate(plan.decisions)}
+    numbers = {decision.place: number for number, decision in enumerate(plan.decisions)}
     lot = applied.rounds.lot
     touched = {
         decision.path
         for decision in plan.decisions
-        if decision.engine is not Engine.UNTOUCHED or lot.needs(numbers[id(decision)])
+        if decision.engine is not Engine.UNTOUCHED or lot.needs(numbers[decision.place])
     }
     by_path = {path: decisions for path, decisions in _by_path(plan).items() if path in touched}
     for path, decisions in by_path.items():
@@ -92,11 +106,26 @@ def apply(model: torch.nn.Module, plan: Plan, *, refuse_at_first_call: bool = Fa
     for path, decisions in by_path.items():
         scope = Scope(paths, path, is_checked=not refuse_at_first_call)
         make = partial(
-            BlockRuntime, rounds=applied.rounds, watch=watch, numbers=numbers, givers=givers
+            BlockRuntime,
+            rounds=applied.rounds,
+            watch=watch,
+            numbers=numbers,
+            givers=givers,
+            kinds=plan.kinds,
         )
-        runner = _runner(scope, decisions, make)
-        applied.put(modules[path], runner)
+        unplanned = _unplanned(plan, decisions)
+        applied.put(
+            modules[path],
+            _runner(scope, decisions, make),
+            _runner(scope, unplanned, make) if unplanned else None,
+        )
     return applied
+
+
+def _unplanned(plan: Plan, decisions: list[Decision]) -> list[Decision]:
+    """The same compiled blocks in the compiler's own forms."""
+    kinds = [(decision, plan.kind_of(decision)) for decision in decisions]
+    return [replace(d, form=kind.unplanned.name) for d, kind in kinds if kind is not None]
 
 
 def _by_path(plan: Plan) -> dict[str, list[Decision]]:

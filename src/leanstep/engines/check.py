@@ -108,7 +108,8 @@ def _misfit(what: str, hint: str) -> PlanError:
 def _misfit_in(view: BlockGraph, decision: Decision) -> str | None:
     """What a decision says of a block call that is not so."""
     match decision.engine:
-        case Engine.UNTOUCHED:
+        case Engine.UNTOUCHED | Engine.INDUCTOR:
+            # What a form keeps is looked up when the block is compiled.
             return None
         case Engine.MODULE:
             return _other_size(decision.name, decision.dropped_bytes, _nbytes(view, view.saved))

@@ -10,13 +10,15 @@ import torch
 from leanstep.eager import CompilerWatch, uncompiled
 from leanstep.engines.border import Borders, Gate
 from leanstep.engines.context import Context
+from leanstep.engines.inductor import CompiledBlock
 from leanstep.engines.observer import Observer, observed
 from leanstep.engines.parking import Lot, Spaces
 from leanstep.engines.replay import Replayer
 from leanstep.engines.scope import Scope
 from leanstep.engines.validity import flat_call
 from leanstep.engines.whole import WholeModule
-from leanstep.ir import Decision, Engine
+from leanstep.ir import Decision, Engine, Kind
+from leanstep.ir.decision import Place
 from leanstep.torch_private import (
     in_backward,
     inside_transform,
@@ -62,6 +64,17 @@ class SizeWatch:
     planned: dict[str, int] = field(default_factory=dict)
     warned: bool = False
     yielded: bool = False
+    fallen_back: bool = False
+
+    def falls_back(self, name: str, reason: str) -> None:
+        """Note that a block could not run as compiled code."""
+        if not self.fallen_back:
+            self.fallen_back = True
+            warnings.warn(
+                f"leanstep runs {name} uncompiled, and again in backward: {reason}. It keeps its "
+                "memory low and takes longer.",
+                stacklevel=2,
+            )
 
     def yields(self, name: str) -> None:
         """Note that a block leaves what autograd saves to hooks of the user's."""
@@ -92,8 +105,8 @@ class SizeWatch:
 class BlockRuntime:
     """Run the calls of one block as its decisions say.
 
-    `givers` are the decisions whose next call takes dropped outputs; `numbers` says by identity
-    which of the plan's decisions each is.
+    `givers` are the decisions whose next call takes dropped outputs, `kinds` the kinds of compiled
+    blocks; `numbers` says which of the plan's decisions each is.
     """
 
     def __init__(
@@ -102,8 +115,9 @@ class BlockRuntime:
         decisions: Collection[Decision],
         rounds: Round,
         watch: SizeWatch,
-        numbers: Mapping[int, int],
+        numbers: Mapping[Place, int],
         givers: Collection[Decision] = (),
+        kinds: Collection[Kind] = (),
     ) -> None:
         self.name = name = scope.name
         self.decisions = sorted(decisions, key=lambda decision: decision.occurrence)
@@ -111,8 +125,9 @@ class BlockRuntime:
             Replayer(name, frozenset(d.drop), scope, frozenset(d.recipes)) for d in self.decisions
         ]
         self.whole = [WholeModule(scope, rounds) for _ in self.decisions]
+        self.compiled = [CompiledBlock.of(scope, d.form, kinds) for d in self.decisions]
         self.gives = [decision in givers for decision in self.decisions]
-        self.numbers = [numbers[id(decision)] for decision in self.decisions]
+        self.numbers = [numbers[decision.place] for decision in self.decisions]
         self.offloads = [{entry.key: entry for entry in d.offload} for d in self.decisions]
         self.rounds, self.watch = rounds, watch
         self._round = -1
@@ -127,9 +142,11 @@ class BlockRuntime:
     ) -> Any:
         """Run one call: untouched without gradients or inside another block, else as planned."""
         is_passive = not torch.is_grad_enabled() or self.rounds.active
-        if is_passive or in_backward() or _is_traced():
-            # In backward: a checkpoint of the user's runs it again, and counts what is saved.
+        if is_passive or _is_traced():
             return forward(module, *args, **kwargs)
+        if in_backward():
+            # A checkpoint of the user's runs it again, and counts what is saved.
+            return self._again(module, forward, args, kwargs)
         if not saving_hooks_work():
             return forward(module, *args, **kwargs)
         place = self._place()
@@ -152,6 +169,9 @@ class BlockRuntime:
             decision.engine is Engine.REPLAY and not changes
         ):
             return forward(module, *args, **kwargs)
+        if decision.engine is Engine.INDUCTOR:
+            # What compiled code saves goes through hooks of the user's like everything else.
+            return self._compiled(place, module, forward, args, kwargs)
         if saving_hooks_are_set():
             # Ours would take what the user's mean to drop or to move.
             self.watch.yields(self.name)
@@ -163,6 +183,46 @@ class BlockRuntime:
                 return self._planned(place, module, forward, args, kwargs)
             with observed(self.rounds.observer, self.name):
                 return self._planned(place, module, forward, args, kwargs)
+        finally:
+            self.rounds.active = False
+
+    def _again(
+        self,
+        module: torch.nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a call that backward repeats: it saved what plain code saves, or compiled code."""
+        block = self.compiled[0]
+        out, reason = (None, "") if block is None else block.run(module, args, kwargs)
+        return out if reason is None else forward(module, *args, **kwargs)
+
+    def _compiled(
+        self,
+        place: int,
+        module: torch.nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a call as compiled code, or where there is none, as a whole that runs twice."""
+        block = self.compiled[place]
+        assert block is not None, "a compiled block has a form"
+        out, reason = block.run(module, args, kwargs)
+        if reason is None:
+            if len(self.decisions) > 1:
+                # Which call of a step this is, is counted from the last backward.
+                block.tell_backward(out, self.rounds.saw_backward)
+            return out
+        self.watch.falls_back(self.name, reason)
+        if saving_hooks_are_set():
+            return forward(module, *args, **kwargs)
+        self.rounds.active = True
+        try:
+            context = Context(self.name, self.rounds.saw_backward)
+            with uncompiled():
+                return self.whole[place].run(context, module, forward, args, kwargs)
         finally:
             self.rounds.active = False
 

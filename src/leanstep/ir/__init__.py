@@ -7,6 +7,8 @@ from leanstep.ir.decision import OpRow as OpRow
 from leanstep.ir.exclusion import Exclusion as Exclusion
 from leanstep.ir.explanation import Explanation as Explanation
 from leanstep.ir.explanation import Group as Group
+from leanstep.ir.form import Form as Form
+from leanstep.ir.form import Kind as Kind
 from leanstep.ir.frontier import Frontier as Frontier
 from leanstep.ir.frontier import FrontierPoint as FrontierPoint
 from leanstep.ir.graph import Block as Block

@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 from leanstep.ir.graph import block_name
 
+# A call of a step: the block's path, which of its calls, and the children of a Sequential.
+Place = tuple[str, int, tuple[str, ...]]
+
 
 class Engine(StrEnum):
     """How a block is run."""
@@ -13,6 +16,7 @@ class Engine(StrEnum):
     UNTOUCHED = "untouched"
     REPLAY = "replay"
     MODULE = "module"
+    INDUCTOR = "inductor"
 
 
 class OpRow(NamedTuple):
@@ -62,6 +66,8 @@ class Decision:
     itself, and its first request in backward brings the border back.
 
     `offload` names kept storages that wait in host memory.
+
+    Under `inductor` the call is compiled, and `form` names one of the plan's forms.
     """
 
     path: str
@@ -79,6 +85,12 @@ class Decision:
     recipes: tuple[str, ...] = ()
     border_in: bool = False
     offload: tuple[Offload, ...] = ()
+    form: str = ""
+
+    @property
+    def place(self) -> Place:
+        """Which call it is about."""
+        return self.path, self.occurrence, self.children
 
     @property
     def takes_border(self) -> bool:

@@ -33,6 +33,13 @@ class Exclusion:
         return not self.children or not block.children or bool({*self.children} & {*block.children})
 
 
+_HOW = {
+    Engine.REPLAY: "not replayed",
+    Engine.MODULE: "not run twice",
+    Engine.INDUCTOR: "not compiled",
+}
+
+
 def left_out(exclusions: Sequence[Exclusion]) -> Iterator[str]:
     """A sentence for each kind of exclusion, naming the blocks."""
 
@@ -41,5 +48,4 @@ def left_out(exclusions: Sequence[Exclusion]) -> Iterator[str]:
 
     for (engine, reason), alike in groupby(sorted(exclusions, key=kind), key=kind):
         names = some_names([one.name for one in alike])
-        how = "not replayed" if engine is Engine.REPLAY else "not run twice"
-        yield f"{how}: {names} ({reason})"
+        yield f"{_HOW[engine]}: {names} ({reason})"

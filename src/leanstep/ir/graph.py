@@ -130,7 +130,8 @@ class Block:
     """One call of a block: the unit of planning and of replay.
 
     `children` is empty for a whole module; for a stretch of a Sequential it names the children.
-    `saves` indexes `Graph.saves`.
+    `saves` indexes `Graph.saves`. `kind` indexes `Profile.kinds` where the call is compiled: it is
+    then one op of forward and one of backward.
     """
 
     path: str
@@ -140,6 +141,12 @@ class Block:
     stop: int
     saves: tuple[int, ...]
     children: tuple[str, ...] = ()
+    kind: int = -1
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the call runs as compiled code."""
+        return self.kind >= 0
 
     @property
     def name(self) -> str:

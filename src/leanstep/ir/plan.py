@@ -9,6 +9,7 @@ from leanstep.errors import PlanError
 from leanstep.ir import codec
 from leanstep.ir.decision import Decision, Engine
 from leanstep.ir.explanation import Explanation, group
+from leanstep.ir.form import Kind
 from leanstep.ir.identity import Identity
 from leanstep.ir.peak import Peak
 
@@ -20,7 +21,8 @@ class Plan:
     `bound_seconds` is a proved lower bound on the extra seconds of any plan in the same space,
     and `gap = (extra_seconds - bound_seconds) / max(bound_seconds, 1 % of the unplanned step)`.
     `movable_bytes` is the part of the peak that grows with the batch. `exact` is false where the
-    user allowed cheap replays whose bits are not the op's own.
+    user allowed cheap replays whose bits are not the op's own. `kinds` are the kinds of blocks that
+    are compiled, each with the unplanned form and those that decisions name.
     """
 
     solver: str
@@ -38,6 +40,7 @@ class Plan:
     peak: Peak | None = field(default=None, repr=False)
     unplanned_peak: Peak | None = field(default=None, repr=False)
     exact: bool = True
+    kinds: tuple[Kind, ...] = field(default=(), repr=False)
 
     @property
     def gap(self) -> float:
@@ -59,6 +62,10 @@ class Plan:
     def pairs(self) -> Iterator[tuple[Decision, Decision | None]]:
         """Every decision with the one about the next call of the step."""
         return zip(self.decisions, (*self.decisions[1:], None), strict=False)
+
+    def kind_of(self, decision: Decision) -> Kind | None:
+        """The kind of a compiled block, found by the form that a decision names."""
+        return next((kind for kind in self.kinds if kind.form(decision.form)), None)
 
     def explain(self) -> Explanation:
         """Say op by op what is kept, dropped and paid, and why the peak is where it is.
@@ -92,10 +99,9 @@ def check_plan(plan: Plan) -> None:
     """Raise PlanError unless a plan decides once about each call, and names only what it knows."""
     seen = set()
     for number, decision in enumerate(plan.decisions):
-        place = decision.path, decision.occurrence, decision.children
-        if place in seen:
+        if decision.place in seen:
             raise PlanError(f"the plan decides twice about {decision.name}")
-        seen.add(place)
+        seen.add(decision.place)
         if decision.drop and decision.engine is not Engine.REPLAY:
             raise PlanError(
                 f"the plan names values to drop in {decision.name}, which is run by "
@@ -106,6 +112,10 @@ def check_plan(plan: Plan) -> None:
             is_possible = 0 <= entry.release <= left and 0 < entry.fetch <= left
             if decision.engine is not Engine.REPLAY or not is_possible:
                 raise PlanError(f"the plan cannot move {entry.key} of {decision.name} to the host")
+        if decision.engine is Engine.INDUCTOR and plan.kind_of(decision) is None:
+            raise PlanError(
+                f"the plan compiles {decision.name} in a form that it does not describe"
+            )
         ops = {row.name for row in decision.rows if row.dropped_bytes}
         for key in decision.drop if decision.rows else ():
             if key.rpartition(":")[0] not in ops:

@@ -8,6 +8,7 @@ from leanstep.ir import codec
 from leanstep.ir.check import check_blocks, check_graph
 from leanstep.ir.decision import Engine
 from leanstep.ir.exclusion import Exclusion
+from leanstep.ir.form import Kind
 from leanstep.ir.graph import Block, Graph
 from leanstep.ir.identity import Identity
 
@@ -66,7 +67,9 @@ class Profile:
     there. `exclusions` are the blocks that an engine must not run. Where the untouched step does
     not fit on its device (`fits_device`), its time is the sum over its ops. `link` is there where
     activations can be moved to host memory while the device computes. `issue_seconds` is the time
-    the CPU takes to issue the step, where the device waits for it; else 0.
+    the CPU takes to issue the step, where the device waits for it; else 0. With `is_compiled` the
+    untouched step is the one with every block compiled in the compiler's own form; `kinds` are the
+    kinds of these blocks.
     """
 
     graph: Graph = field(repr=False)
@@ -88,6 +91,8 @@ class Profile:
     fits_device: bool = True
     link: Link | None = None
     issue_seconds: float = 0.0
+    kinds: tuple[Kind, ...] = field(default=(), repr=False)
+    is_compiled: bool = False
 
     @property
     def launch_seconds(self) -> float:

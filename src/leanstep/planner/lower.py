@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from leanstep.blockgraph import NEVER_RERUN, BlockGraph, rerun
 from leanstep.effects import Effect, offload_shifts
-from leanstep.ir import Decision, Engine, Fact, Offload, Plan, Profile, Timeline
+from leanstep.ir import Decision, Engine, Fact, Kind, Offload, Plan, Profile, Timeline
 from leanstep.ir.text import some_names
 from leanstep.planner.explain import Account
 from leanstep.planner.options import Option
@@ -68,6 +68,7 @@ def lower(
         peak=planned,
         unplanned_peak=unplanned,
         exact=exact,
+        kinds=tuple(_used_kinds(profile, [option for _, option in picked])),
     )
 
 
@@ -94,6 +95,14 @@ def _host_notes(offload: Sequence[tuple[Offload, ...]]) -> Iterator[str]:
         )
 
 
+def _used_kinds(profile: Profile, options: Sequence[Option]) -> Iterator[Kind]:
+    """The kinds of compiled blocks, with no other forms than the options have."""
+    used = {form for option in options for form in option.forms}
+    for kind in profile.kinds:
+        if forms := tuple(form for form in kind.forms if form in used):
+            yield replace(kind, forms=forms)
+
+
 def _stuck(profile: Profile, picked: Sequence[tuple[Part, Option]]) -> list[BlockGraph]:
     """The calls that cannot drop anything; why a dry run left some out, another note says."""
     views = (part.view for part, _ in picked if _is_stuck(part))
@@ -102,11 +111,32 @@ def _stuck(profile: Profile, picked: Sequence[tuple[Part, Option]]) -> list[Bloc
 
 def _is_stuck(part: Part) -> bool:
     """Whether a call saves something of its own and cannot drop any of it."""
+    if part.view.block.is_compiled:
+        return len(part.options.options) == 1
     return bool(part.view.saved) and not part.options.options[-1].dropped
+
+
+def _form_decision(view: BlockGraph, option: Option) -> Decision:
+    unplanned, form = option.forms
+    freed = unplanned.kept_bytes - form.kept_bytes
+    return Decision(
+        path=view.block.path,
+        occurrence=view.block.occurrence,
+        children=view.block.children,
+        engine=Engine.INDUCTOR,
+        drop=(),
+        kept_bytes=form.kept_bytes,
+        dropped_bytes=freed,
+        extra_seconds=option.seconds,
+        why=f"compiled, {form.name.rpartition('/')[2]}",
+        form=form.name,
+    )
 
 
 def _decision(part: Part, option: Option, offload: tuple[Offload, ...]) -> Decision:
     view = part.view
+    if option.engine is Engine.INDUCTOR:
+        return _form_decision(view, option)
     storages = view.graph.storages
     held = {save.value.storage for save in view.saves} & view.own_storages
     is_replayed = option.engine is Engine.REPLAY
@@ -149,7 +179,7 @@ def _why(option: Option, num_saved: int, num_cheap: int, num_moved: int) -> str:
             return f"{dropped}, replays {_ops(option.num_replays)}{cheaply}{moves}"
         case Engine.MODULE:
             return f"runs again as a whole, {_ops(option.num_replays)}"
-        case Engine.UNTOUCHED:
+        case _:
             return "everything is kept" if num_saved else "saves nothing of its own"
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from leanstep.blockgraph import BlockGraph
-from leanstep.effects import Effect, module_effect, replay_effect
+from leanstep.effects import Effect, form_effect, module_effect, replay_effect
 from leanstep.errors import InputError
-from leanstep.ir import Category, Engine, Profile
+from leanstep.ir import Category, Engine, Form, Profile
 from leanstep.planner.fingerprint import Frame, Positions, fingerprint, frame_of, turning_point
 from leanstep.planner.inside import drop_sets
 from leanstep.planner.overrides import Rule, Wishes, wishes
@@ -21,7 +21,7 @@ from leanstep.rebuild import UnreachableError
 from leanstep.simulator import base_levels, rises
 from leanstep.solvers.base import PICOSECONDS
 
-ENGINES = ("auto", "replay", "module")
+ENGINES = ("auto", "replay", "module", "inductor")
 
 # Python between two kernels of backward: hooks, the schedule, and looking up the sources. Without
 # it a plan would drop a kilobyte to save a kilobyte.
@@ -46,7 +46,8 @@ class Option:
     """One way to run a block call; `seconds` is what it adds to the step.
 
     The arrays are its effect in numbers: bytes that are added from one position to another, and
-    the tops of replays above the level at their positions.
+    the tops of replays above the level at their positions. A compiled call has a form, beside the
+    unplanned one.
     """
 
     engine: Engine
@@ -55,6 +56,7 @@ class Option:
     num_replays: int = 0
     drops_border: bool = False
     reads_border_early: bool = False
+    forms: tuple[Form, ...] = ()
     shift_starts: Positions = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     shift_stops: Positions = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     shift_bytes: Positions = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
@@ -70,6 +72,8 @@ class Option:
                 return replay_effect(view, self.dropped, border_in=not self.dropped)
             case Engine.MODULE:
                 return module_effect(view)
+            case Engine.INDUCTOR:
+                return form_effect(view, *self.forms)
 
 
 UNTOUCHED = Option(Engine.UNTOUCHED, frozenset(), 0.0)
@@ -96,6 +100,20 @@ def check_engine(engine: str) -> None:
         raise InputError(f"no engine is called {engine!r}; there are {', '.join(ENGINES)}")
 
 
+def check_profiled(profile: Profile, engine: str) -> None:
+    """Raise InputError unless the profiled step is one that the engine runs."""
+    if engine == "inductor" and not profile.is_compiled:
+        raise InputError(
+            "this is the profile of an eager step, engine='inductor' plans compiled ones: "
+            "profile with engine='inductor'"
+        )
+    if profile.is_compiled and engine not in ("auto", "inductor"):
+        raise InputError(
+            f"this is the profile of a compiled step, which engine={engine!r} does not run: "
+            "profile without engine='inductor'"
+        )
+
+
 class OptionFinder:
     """Find the options of calls, one after the other; equal ones are worked out once."""
 
@@ -105,9 +123,11 @@ class OptionFinder:
         views: Sequence[BlockGraph],
         engine: str,
         rules: Sequence[Rule] = (),
+        *,
+        exact: bool = True,
     ) -> None:
         check_engine(engine)
-        self.profile, self.engine, self.rules = profile, engine, rules
+        self.profile, self.engine, self.rules, self._exact = profile, engine, rules, exact
         self._readers = foreign_readers(views)
         self._turn = turning_point(profile.graph.ops)
         self._behind = min(self._turn, max((view.block.stop for view in views), default=0))
@@ -118,7 +138,9 @@ class OptionFinder:
 
         Several made one have two options: to keep all, and to drop all.
         """
-        engine = self._engine(view)
+        if view.block.is_compiled:
+            return _by_form(self.profile, view, wishes(view, self.rules), exact=self._exact)
+        engine = None if self.profile.is_compiled else self._engine(view)
         if engine is None:
             return _alone(UNTOUCHED)
         wished = wishes(view, self.rules)
@@ -337,6 +359,23 @@ def _by_module(
     return CallOptions((UNTOUCHED, whole), everything, frozenset(), drop)
 
 
+def _by_form(profile: Profile, view: BlockGraph, wished: Wishes, *, exact: bool) -> CallOptions:
+    """One option for each form of a compiled call; the last one keeps least."""
+    kind = profile.kinds[view.block.kind]
+    unplanned, *others = (form for form in kind.forms if form.exact or not exact)
+    first = Option(Engine.INDUCTOR, frozenset(), 0.0, forms=(unplanned, unplanned))
+    options = [first]
+    for form in sorted(others, key=lambda form: -form.kept_bytes):
+        option = _option(profile, Engine.INDUCTOR, (), form_effect(view, unplanned, form))
+        options.append(replace(option, forms=(unplanned, form)))
+    if wished.keep:
+        options = [first]
+    if wished.recompute:
+        options = options[-1:]
+    droppable = frozenset(view.saved) if options[-1] is not first else frozenset[int]()
+    return CallOptions(tuple(options), droppable, frozenset(), lambda dropped: options[0])
+
+
 def _writes_outside(view: BlockGraph) -> bool:
     """Whether a call changes what belongs to others; only buffers are put back for a second run."""
     ops = view.graph.ops[view.block.start : view.block.stop]
@@ -351,7 +390,9 @@ def _writes_outside(view: BlockGraph) -> bool:
 
 def _option(profile: Profile, engine: Engine, dropped: Iterable[int], effect: Effect) -> Option:
     num_regions = max(1, len({replay.position for replay in effect.replays}))
-    seconds = effect.seconds(profile) + num_regions * REGION_SECONDS
+    # Forms were measured with all that they need.
+    overhead = 0.0 if engine is Engine.INDUCTOR else num_regions * REGION_SECONDS
+    seconds = effect.seconds(profile) + overhead
     return Option(
         engine=engine,
         dropped=frozenset(dropped),

@@ -93,7 +93,7 @@ class Layers:
     def _candidates(
         self, view: BlockGraph, options: CallOptions, asked: dict[int, int]
     ) -> Iterator[Candidate]:
-        if not options.droppable or options.options[-1].engine == "module":
+        if not options.droppable or options.options[-1].engine is not Engine.REPLAY:
             return
         projects = find_projects(self.profile, view, options.droppable)
         sources = _sources(view, options.droppable)

@@ -40,7 +40,7 @@ class Parts:
             view.with_recipes(usable_recipes(profile, view.block, exact=exact))
             for view in views_of(profile.graph, profile.blocks)
         ]
-        self._finder = OptionFinder(profile, views, engine, rules)
+        self._finder = OptionFinder(profile, views, engine, rules, exact=exact)
         self._layers = Layers(profile, views)
         self._runs: dict[tuple[int, int], Part] = {}
         self.alone = tuple(self._part(view, (i, i + 1)) for i, view in enumerate(views))
@@ -74,6 +74,8 @@ class Parts:
     def _joined(self, start: int, stop: int) -> Block | None:
         blocks = self.profile.blocks[start:stop]
         if any(one.covers(block) for one in self.profile.exclusions for block in blocks):
+            return None
+        if any(block.is_compiled for block in blocks):
             return None
         return self._names.join(blocks)
 

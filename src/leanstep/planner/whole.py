@@ -1,15 +1,15 @@
 """The public verb: from a profile and a budget to a plan."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from leanstep.blockgraph import BlockGraph
 from leanstep.errors import BudgetError
-from leanstep.ir import Offload, Plan, Profile
+from leanstep.ir import Engine, Kind, Offload, Plan, Profile
 from leanstep.ir.exclusion import left_out
 from leanstep.planner.lower import effects, lower
 from leanstep.planner.offload import capacity_bytes, find_offload, roomier
-from leanstep.planner.options import UNTOUCHED, CallOptions, Option, check_engine, hooked
+from leanstep.planner.options import CallOptions, Option, check_engine, check_profiled, hooked
 from leanstep.planner.overrides import Rule, parse_rules, unmet
 from leanstep.planner.segments import Part, Parts
 from leanstep.simulator import peak_op, simulate, timeline
@@ -61,7 +61,17 @@ class Space:
         return [
             *unmet(self.views, droppable, self.rules),
             *left_out(self.profile.exclusions),
+            *_inexact(self.profile.kinds),
         ]
+
+
+def _inexact(kinds: Sequence[Kind]) -> Iterator[str]:
+    """What exactness costs a compiled step: forms that gave other bits."""
+    if count := sum(kind.num_inexact for kind in kinds):
+        yield (
+            f"left out for other bits than the unplanned compiled step's: {count} compiled forms; "
+            "exact=False allows them"
+        )
 
 
 def _option(part: Part, pick: Choice) -> Option:
@@ -93,7 +103,7 @@ def plan(
         solver: `"auto"` is `"optimal"`; the others are there to compare with (`docs/solvers.md`).
             A solver of one's own may be given as an object.
         engine: `"replay"` runs ops again, `"module"` whole blocks; `"auto"` takes `"replay"` where
-            it can.
+            it can. A profile made with `engine="inductor"` is planned with that engine alone.
         overrides: what to keep or recompute in any case, by module or by op in a module:
             `{"encoder.*.attention": "recompute", "*::aten.mm": "keep"}`. Later ones win.
         exact: false also allows cheap replays that were not seen to give the same bits.
@@ -118,6 +128,7 @@ def prepare(
 ) -> Space:
     """Find every option of every block call; `plan_in` then answers budgets quickly."""
     check_engine(engine)
+    check_profiled(profile, engine)
     return _prepared(profile, engine, parse_rules(profile, overrides), exact=exact)
 
 
@@ -188,7 +199,7 @@ def _with_more_room(space: Space, solver: Solver, budget_bytes: int) -> Answer |
         picked = space.picked(solution)
         # Hooks hold a little, be it that of a call which is left alone in the end.
         with_hooks = [
-            (part, hooked(profile, part.view) if option is UNTOUCHED else option)
+            (part, hooked(profile, part.view) if option.engine is Engine.UNTOUCHED else option)
             for part, option in picked
         ]
         moved = find_offload(profile, with_hooks, budget_bytes)

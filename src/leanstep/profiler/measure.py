@@ -44,7 +44,7 @@ def measure(
     ]
     # A guess is not for the disk: there it would pass for a measurement from the next run on.
     guesses: dict[CallSpec, float] = {}
-    for spec in _progress(missing, "timing ops"):
+    for spec in progress(missing, "timing ops"):
         try:
             _refuse_risky(spec)
             cache.add(spec, _seconds(spec, device))
@@ -78,7 +78,8 @@ def _known(spec: CallSpec, cache: CostCache, guesses: dict[CallSpec, float]) -> 
     return guesses[spec] if spec in guesses else cache.seconds(spec)
 
 
-def _progress(items: Sequence[Item], description: str) -> Iterable[Item]:
+def progress(items: Sequence[Item], description: str) -> Iterable[Item]:
+    """The items, with a bar on a terminal."""
     if not items or not sys.stderr.isatty():
         return items
     # Loaded late, and with care: rich draws from Python's generator as it is imported.

@@ -1,0 +1,204 @@
+"""Blocks run as compiled code that keeps for backward what a form says.
+
+Dynamo captures a block's forward with its parameters as inputs, so equal blocks share one program.
+AOTAutograd makes the joint graph of forward and backward of it, and Inductor kernels of that. In
+between stands our partition: the form's values are handed over, everything else is computed again.
+
+Never silently unplanned: a graph break raises, every call of the compiled graph is counted, and
+whoever calls where compiled code does not run is told so.
+"""
+
+import functools
+import hashlib
+import itertools
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from leanstep.eager import is_compiler_loaded
+from leanstep.engines.attach import original_class
+from leanstep.engines.joint import JointGraph, LostNodeError
+from leanstep.engines.scope import Scope
+from leanstep.ir import Form, Kind
+from leanstep.torch_compiler import (
+    Partition,
+    compile_with_inductor,
+    compiler_errors,
+    recompile_limit,
+    without_twins,
+)
+from leanstep.torch_private import is_compiler_on, modes_are_active, tree_leaves
+
+# One more whenever the same names would give another program.
+PARTITION_VERSION = 1
+
+# Inductor keeps what a fused kernel passes on inside in float32, and lets the compiler of a kernel
+# fuse products and sums. So a value that is computed again in another kernel may have other bits.
+PRECISE = {"emulate_precision_casts": True}
+
+_numbers = itertools.count()
+
+
+class CompiledForm:
+    """A kind of block compiled in one form; `runs` counts calls of compiled code.
+
+    `compile_graph` makes a function of a captured graph; the tests have one that needs no compiler.
+    """
+
+    compile_graph = staticmethod(compile_with_inductor)
+
+    def __init__(
+        self, forward: Callable[..., Any], kept: tuple[str, ...], settings: dict[str, Any]
+    ) -> None:
+        self.runs = self.captures = 0
+        names = "\n".join((str(PARTITION_VERSION), *sorted(kept)))
+        key = f"leanstep {hashlib.sha256(names.encode()).hexdigest()}"
+
+        def partition(joint: Any, num_outputs: int, static: list[int]) -> tuple[Any, Any]:
+            return JointGraph(without_twins(joint), num_outputs, static).split(kept)
+
+        self._run = compiled_function(forward, self._counted(partition, key, settings))
+
+    def __call__(self, subject: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one call; what cannot be captured raises one of `compiler_errors()`."""
+        return self._run(subject, *args, **kwargs)
+
+    def _counted(
+        self, partition: Partition, key: str, settings: dict[str, Any]
+    ) -> Callable[..., Any]:
+        def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+            self.captures += 1
+            with quietly():
+                run = self.compile_graph(graph, inputs, partition, key, settings)
+
+            def counted(*args: Any) -> Any:
+                self.runs += 1
+                return run(*args)
+
+            return counted
+
+        return backend
+
+
+def compiled_function(
+    forward: Callable[..., Any], backend: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A function of a block and its arguments, to be compiled by a backend.
+
+    With a code object of its own: Dynamo counts recompilations for each of these, and gives up
+    after eight.
+    """
+
+    def call(subject: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(subject, *args, **kwargs)
+
+    name = f"leanstep_block_{next(_numbers)}"
+    code = call.__code__.replace(co_name=name)
+    fresh = FunctionType(code, call.__globals__, name, call.__defaults__, call.__closure__)
+    with quietly():
+        run: Callable[..., Any] = torch.compile(
+            fresh, backend=backend, fullgraph=True, dynamic=False
+        )
+    return run
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Let torch's compiler use what torch has deprecated: a filter of the user's may make it raise.
+
+    Such as `-W error`, which is right for the user's own code.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
+
+
+def in_turn(children: tuple[torch.nn.Module, ...], hidden: Any) -> Any:
+    """Call some children of a Sequential, one after the other."""
+    for child in children:
+        hidden = child(hidden)
+    return hidden
+
+
+@functools.lru_cache(maxsize=512)
+def compiled_form(
+    forward: Callable[..., Any], kind: str, kept: tuple[str, ...], *, precise: bool
+) -> CompiledForm:
+    """The compiled form of a kind of block, made once in a process: compiling takes seconds."""
+    return CompiledForm(forward, kept, PRECISE if precise else {})
+
+
+def subject_of(module: torch.nn.Module, children: tuple[str, ...]) -> tuple[Any, Any]:
+    """What a compiled call gets in place of `self`, and the function that it runs."""
+    if children:
+        return tuple(module.get_submodule(name) for name in children), in_turn
+    return module, original_class(module).forward
+
+
+class CompiledBlock:
+    """The calls of one block that follow one form."""
+
+    def __init__(self, scope: Scope, kind: Kind, form: Form) -> None:
+        self._scope, self._kind, self._form = scope, kind, form
+
+    @classmethod
+    def of(cls, scope: Scope, form: str, kinds: Collection[Kind]) -> "CompiledBlock | None":
+        """The block in the form of a name, or None for no name."""
+        for kind in kinds if form else ():
+            if (found := kind.form(form)) is not None:
+                return cls(scope, kind, found)
+        return None
+
+    def run(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, str | None]:
+        """Run one call: what it returns, or why it has not run."""
+        if reason := obstacle():
+            return None, reason
+        subject, forward = subject_of(module, self._scope.children)
+        kind = self._kind
+        compiled = compiled_form(forward, kind.name, self._form.kept, precise=kind.precise)
+        before = compiled.runs
+        try:
+            out = compiled(subject, args, kwargs)
+        except compiler_errors() as error:
+            # Raised before anything has run: what the user's own code raises is seen again below.
+            return None, reason_of(error)
+        if compiled.runs == before:
+            warnings.warn(
+                f"leanstep: torch ran {self._scope.name} as plain code, without its plan",
+                stacklevel=2,
+            )
+        return out, None
+
+    def tell_backward(self, out: Any, saw_backward: Callable[[], None]) -> None:
+        """Let it be known when backward comes to a call."""
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(lambda _: saw_backward())
+                return
+
+
+def obstacle() -> str | None:
+    """Why compiled code would not run here and now; None where it would."""
+    if modes_are_active():
+        return "a dispatch mode is active, under which torch runs no compiled code"
+    if is_compiler_loaded() and not is_compiler_on():
+        return "torch.compile is switched off"
+    return None
+
+
+def reason_of(error: BaseException) -> str:
+    """In a line why a block could not be compiled."""
+    cause = getattr(error, "inner_exception", None) or error
+    if isinstance(cause, LostNodeError):
+        return str(cause)
+    if isinstance(cause, recompile_limit()):
+        return "torch compiles a function for eight sorts of arguments, and this is the ninth"
+    first_line = next((line for line in str(cause).splitlines() if line.strip()), "")
+    return f"{type(cause).__name__}: {first_line.strip()}"

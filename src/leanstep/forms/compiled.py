@@ -1,0 +1,134 @@
+"""Profile the step with compiled blocks: find kinds and forms, measure them, condense the step."""
+
+from dataclasses import replace
+
+import torch
+
+from leanstep.condense import condense
+from leanstep.engines.inductor import PRECISE, CompiledForm, compiled_form, reason_of
+from leanstep.engines.joint import LostNodeError
+from leanstep.errors import MeasureError
+from leanstep.forms.capture import CaptureError, capture
+from leanstep.forms.costs import node_seconds
+from leanstep.forms.cuts import Candidate, anchored, candidates
+from leanstep.forms.kinds import Sighting, find_kinds
+from leanstep.forms.trial import Figures, Trial
+from leanstep.ir import Engine, Exclusion, Form, Kind, Profile
+from leanstep.ir.form import without_beaten
+from leanstep.profiler.measure import progress
+from leanstep.state import untouched
+from leanstep.step import TrainingStep
+from leanstep.torch_compiler import recompile_limit
+from leanstep.truth import return_cached
+
+# Forms of a kind to compile: each takes seconds.
+MOST_FORMS = 8
+MOST_FORMS_OF_MANY = 6
+MANY_KINDS = 6
+
+
+def profile_compiled(step: TrainingStep, eager: Profile, *, exact: bool) -> Profile:
+    """The profile of the step with its blocks compiled, made from that of the eager step.
+
+    Its peak and time are those of the account; the caller measures the real ones.
+    """
+    with untouched(step):
+        sightings = find_kinds(step, eager)
+        most = MOST_FORMS_OF_MANY if len(sightings) > MANY_KINDS else MOST_FORMS
+        kinds: list[Kind] = []
+        kind_of: dict[int, int] = {}
+        exclusions: list[Exclusion] = []
+        for sighting in progress(sightings, "compiling blocks"):
+            try:
+                kind = _kind(sighting, step.device, most, exact)
+            except (CaptureError, LostNodeError, MeasureError) as error:
+                exclusions += _excluded(eager, sighting, str(error))
+                continue
+            kind_of.update(dict.fromkeys(sighting.blocks, len(kinds)))
+            kinds.append(kind)
+            return_cached(step.device)
+    known = replace(eager, exclusions=(*eager.exclusions, *exclusions))
+    return condense(known, kind_of, kinds)
+
+
+def _excluded(eager: Profile, sighting: Sighting, reason: str) -> list[Exclusion]:
+    blocks = [eager.blocks[number] for number in sighting.blocks]
+    found = (Exclusion(b.path, b.children, Engine.INDUCTOR, reason) for b in blocks)
+    return list(dict.fromkeys(found))
+
+
+def _kind(sighting: Sighting, device: torch.device, most: int, exact: bool) -> Kind:
+    """Compile a kind of block in every form worth having, and measure each."""
+    if sighting.objection:
+        raise CaptureError(sighting.objection)
+    joint = capture(sighting.example, PRECISE if exact else {})
+    trials = _Trials(sighting, device, exact)
+    first, *others = candidates(joint, node_seconds(joint, device), most)
+    if not trials.add(first):
+        raise MeasureError("its gradients differ from run to run")
+    has_failed = False
+    for candidate in others:
+        sure = anchored(joint, candidate, first)
+        if has_failed or not trials.add(candidate):
+            # Whoever differs once differs again: the others are not tried without anchors.
+            has_failed = True
+            trials.add(sure)
+    forms = without_beaten(trials.forms())
+    return Kind(sighting.name, forms, precise=exact, num_inexact=trials.num_inexact)
+
+
+class _Trials:
+    """The forms of one kind that were compiled and have passed."""
+
+    def __init__(self, sighting: Sighting, device: torch.device, exact: bool) -> None:
+        self._name, self._example, self._exact = sighting.name, sighting.example, exact
+        self._trial = Trial(sighting.example, device)
+        self.num_inexact = 0
+        self._passed: dict[tuple[str, ...], tuple[Candidate, CompiledForm, Figures]] = {}
+
+    def add(self, candidate: Candidate) -> bool:
+        """Compile and measure a form; whether its bits are right."""
+        if candidate.kept in self._passed:
+            return True
+        _, forward = self._example.subject
+        compiled = compiled_form(forward, self._name, candidate.kept, precise=self._exact)
+        try:
+            figures = self._trial.measure(compiled)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, recompile_limit()) as error:
+            if not self._passed:
+                raise MeasureError(
+                    f"compiled and run alone, it raised {reason_of(error)}"
+                ) from None
+            # Torch's compiler has its own limits: the other forms are still there.
+            return True
+        if self._exact and not figures.exact:
+            self.num_inexact += 1
+            return False
+        self._passed[candidate.kept] = candidate, compiled, figures
+        return True
+
+    def forms(self) -> list[Form]:
+        """Race those that have passed."""
+        entries = list(self._passed.values())
+        times = self._trial.race([compiled for _, compiled, _ in entries])
+        return [
+            _form(f"{self._name}/{candidate.name}", candidate, figures, seconds)
+            for (candidate, _, figures), seconds in zip(entries, times, strict=True)
+        ]
+
+
+def _form(name: str, candidate: Candidate, figures: Figures, seconds: tuple[float, float]) -> Form:
+    return Form(
+        name=name,
+        kept=candidate.kept,
+        kept_bytes=figures.kept_bytes,
+        forward_rise_bytes=figures.forward_rise_bytes,
+        backward_rise_bytes=figures.backward_rise_bytes,
+        forward_seconds=seconds[0],
+        backward_seconds=seconds[1],
+        holds_arguments=figures.holds_arguments,
+        holds_outputs=figures.holds_outputs,
+        exact=figures.exact,
+    )

@@ -1,0 +1,170 @@
+"""Every private name of torch's compiler, with what it is for: Dynamo, AOTAutograd, Inductor.
+
+The sister of `torch_private.py`. All of them were seen in torch 2.12 and 2.13. Everything is loaded
+late: torch takes a second and more to load its compiler.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+# A joint graph of forward and backward in, a graph of each out: (joint, number of outputs of
+# forward, places of inputs that stay where they are) -> (forward, backward).
+Partition = Callable[[torch.fx.GraphModule, int, list[int]], tuple[Any, Any]]
+
+
+def compile_with_inductor(
+    graph: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    partition: Partition,
+    key: str,
+    settings: dict[str, Any],
+) -> Callable[..., Any]:
+    """Compile what Dynamo has captured, split into forward and backward by a partition of ours.
+
+    `key` names the partition in Inductor's caches.
+    """
+    # Late: torch loads its compiler for this.
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Partitioner(CustomPartitionerFn):
+        def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
+            static = kwargs.get("static_lifetime_input_indices") or []
+            return partition(gm, kwargs["num_fwd_outputs"], static)
+
+        def uuid(self) -> str:
+            return key
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            # Inductor pickles its settings to find what it has compiled before.
+            return str, (key,)
+
+    patches = {**settings, "custom_partitioner_fn": Partitioner()}
+    compiled: Any = compile_fx(graph, list(inputs), config_patches=patches)
+    run: Callable[..., Any] = compiled
+    return run
+
+
+def compile_to_python(
+    graph: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    partition: Partition,
+    key: str,
+    settings: dict[str, Any],
+) -> Callable[..., Any]:
+    """The same without a compiler of C++ or Triton: both graphs run op by op."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch import aot_autograd as joint_graphs
+
+    def split(joint: Any, joint_inputs: Any, **kwargs: Any) -> Any:
+        static = kwargs.get("static_lifetime_input_indices") or []
+        return partition(joint, kwargs["num_fwd_outputs"], static)
+
+    def run(part: Any, _: Any) -> Any:
+        return joint_graphs.make_boxed_func(part.forward)  # type: ignore[attr-defined]
+
+    backend = aot_autograd(
+        fw_compiler=run,
+        bw_compiler=run,
+        partition_fn=split,
+        # As under Inductor: who writes an input says so in the graph.
+        keep_inference_input_mutations=True,
+    )
+    compiled: Callable[..., Any] = backend(graph, list(inputs))
+    return compiled
+
+
+def without_twins(joint: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """The joint graph with equal nodes made one, as torch's own partition begins."""
+    from torch._functorch.compile_utils import fx_graph_cse
+
+    joint.graph.eliminate_dead_code()
+    joint.graph = fx_graph_cse(joint.graph)
+    joint.recompile()
+    return joint
+
+
+def split_joint_graph(
+    joint: torch.fx.GraphModule, kept: Sequence[Any], num_outputs: int, static: list[int]
+) -> tuple[Any, Any]:
+    """Forward and backward of a joint graph without twins; `kept` are the nodes handed over."""
+    from torch._functorch import partitioners
+
+    primals = [node for node in joint.graph.nodes if is_primal(node)]
+    forward, backward = partitioners._extract_fwd_bwd_modules(
+        joint,
+        [*primals, *kept],
+        saved_sym_nodes=[],
+        num_fwd_outputs=num_outputs,
+        static_lifetime_input_nodes=_ordered_set(primals[index] for index in static),
+    )
+    backward = partitioners.reordering_to_mimic_autograd_engine(backward)
+    early: Any = partitioners.raise_getitems  # type: ignore[attr-defined]
+    return early(forward), early(backward)
+
+
+def _ordered_set(items: Iterator[Any]) -> Any:
+    from torch.utils._ordered_set import OrderedSet
+
+    return OrderedSet(items)
+
+
+def is_primal(node: Any) -> bool:
+    """Whether a node of a joint graph is an input of forward."""
+    return node.op == "placeholder" and "tangents" not in str(node.target)
+
+
+def kept_by_torch(
+    joint: torch.fx.GraphModule, num_outputs: int, static: list[int], budget: float
+) -> tuple[str, ...]:
+    """The nodes that torch's own partition hands over at an `activation_memory_budget`."""
+    from torch._functorch import config, partitioners
+
+    alone = copied(joint)
+    with config.patch(activation_memory_budget=budget):
+        forward, _ = partitioners.min_cut_rematerialization_partition(
+            alone, None, num_fwd_outputs=num_outputs, static_lifetime_input_indices=static
+        )
+    (outputs,) = next(node for node in forward.graph.nodes if node.op == "output").args
+    return tuple(node.name for node in outputs[num_outputs:])
+
+
+def copied(joint: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """The same nodes under the same names: `deepcopy` would warn."""
+    fresh = torch.fx.Graph()
+    outputs: Any = fresh.graph_copy(joint.graph, {})
+    fresh.output(outputs).meta.update(joint.graph.output_node().meta)
+    return torch.fx.GraphModule(joint, fresh)
+
+
+def is_operator(target: Any) -> bool:
+    """Whether a node calls an operator of torch's, one that has a schema."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
+def operator_returns(operator: Any) -> list[Any]:
+    """The results of an operator's schema, each with what it aliases."""
+    returns: list[Any] = operator._schema.returns
+    return returns
+
+
+def compiler_errors() -> tuple[type[Exception], ...]:
+    """What torch raises before a compiled call has run anything."""
+    from torch._dynamo import exc
+
+    return (exc.TorchDynamoException, recompile_limit())
+
+
+def recompile_limit() -> type[Exception]:
+    """What torch raises when a function has been compiled too often."""
+    from torch._dynamo import exc
+
+    return exc.FailOnRecompileLimitHit
+
+
+def cause_in_backend(error: BaseException) -> BaseException | None:
+    """The exception that a backend of ours raised, out of Dynamo's wrapping."""
+    return getattr(error, "inner_exception", None)

@@ -1,0 +1,54 @@
+"""Compiled blocks on a GPU: Triton's kernels, and memory that the allocator counts."""
+
+import gc
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import leanstep  # noqa: E402
+from leanstep import models  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+]
+
+SIZES = [
+    ("bert-base", {"batch": 16, "seq": 256}),
+    ("gpt2", {"batch": 4, "seq": 512}),
+    ("resnet50", {"batch": 32, "image": 224}),
+]
+
+
+@pytest.fixture(autouse=True)
+def clean_device():
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize(("name", "sizes"), SIZES)
+def test_a_compiled_step_fits_its_budget_with_the_same_numbers(name, sizes):
+    model, batch, loss, optimizer = models.build(
+        name, device="cuda", autocast="bf16", fused=True, **sizes
+    )
+    fitted = leanstep.fit(model, batch, loss, optimizer=optimizer, engine="inductor", budget="85%")
+    assert not fitted.profile.exclusions
+    assert not fitted.verdict.different
+    assert fitted.verdict.within_budget
+    assert fitted.verdict.predicted_peak_bytes <= 1.02 * fitted.verdict.measured_peak_bytes
+    fitted.remove()
+
+
+@pytest.mark.parametrize(("name", "sizes"), SIZES)
+def test_without_exactness_more_can_be_dropped_and_rounding_is_all_that_differs(name, sizes):
+    model, batch, loss, optimizer = models.build(
+        name, device="cuda", autocast="bf16", fused=True, **sizes
+    )
+    fitted = leanstep.fit(
+        model, batch, loss, optimizer=optimizer, engine="inductor", budget="70%", exact=False
+    )
+    assert fitted.verdict.within_budget
+    assert not fitted.verdict.beyond_tolerance
+    fitted.remove()

@@ -1,0 +1,61 @@
+"""Compiled blocks with Inductor itself: kernels of C++, fused otherwise in every form."""
+
+import shutil
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+import leanstep  # noqa: E402
+from leanstep.forms import compiled as forms_compiled  # noqa: E402
+from leanstep.forms import cuts  # noqa: E402
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+]
+
+WIDTH = 32
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x):
+        inner = torch.nn.functional.gelu(self.up(self.norm(x)))
+        return x + self.dropout(self.down(inner))
+
+
+class Stack(nn.Module):
+    def __init__(self, autocast):
+        super().__init__()
+        torch.manual_seed(1)
+        self.entry = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.autocast = autocast
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            x = self.entry(x)
+            for block in self.blocks:
+                x = block(x)
+        return x.float().square().mean()
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
+def test_planned_kernels_compute_the_bits_of_the_unplanned_ones(monkeypatch, autocast):
+    monkeypatch.setattr(forms_compiled, "MOST_FORMS", 2)
+    monkeypatch.setattr(cuts, "FIRM_BUDGETS", (0.2,))
+    model, batch = Stack(autocast), torch.randn(256, WIDTH)
+    fitted = leanstep.fit(model, batch, engine="inductor", budget="75%")
+    assert not fitted.profile.exclusions
+    assert fitted.verdict.exact, fitted.verdict.different
+    assert fitted.verdict.within_budget
+    assert any(decision.dropped_bytes > 0 for decision in fitted.plan.decisions)
+    fitted.remove()
