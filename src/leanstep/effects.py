@@ -307,12 +307,16 @@ def offload_shifts(
     """What it does to the step when kept storages of one call wait in host memory."""
     own = views[place]
     for entry in entries:
-        (number,) = own.storages_named([entry.key])
-        storage = own.graph.storages[number]
-        gone = max(views[place + entry.release].block.stop, storage.natural_death + 1)
+        gone = views[place + entry.release].block.stop
+        if own.block.is_compiled:
+            # One storage stands for all that compiled code keeps.
+            number = own.saves[0].value.storage
+        else:
+            (number,) = own.storages_named([entry.key])
+            gone = max(gone, own.graph.storages[number].natural_death + 1)
         back = backward_entry(views, place + entry.fetch)
         if gone < back:
-            yield Shift(gone, back, -storage.nbytes, storage.category, number)
+            yield Shift(gone, back, -entry.nbytes, own.graph.storages[number].category, number)
 
 
 def backward_entry(views: Sequence[BlockGraph], place: int) -> int:

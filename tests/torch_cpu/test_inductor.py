@@ -3,6 +3,7 @@
 import copy
 import pickle
 import warnings
+from dataclasses import replace
 
 import pytest
 
@@ -16,7 +17,9 @@ from leanstep import models, torch_compiler  # noqa: E402
 from leanstep.engines import inductor  # noqa: E402
 from leanstep.engines.attach import detach, is_attached, original_class  # noqa: E402
 from leanstep.forms import compiled as forms_compiled  # noqa: E402
-from leanstep.ir import Engine  # noqa: E402
+from leanstep.ir import Engine, Link  # noqa: E402
+from leanstep.ir.plan import check_plan  # noqa: E402
+from leanstep.simulator import simulate  # noqa: E402
 
 # Dynamo looks at the gradient of every tensor it is given.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -433,3 +436,37 @@ def test_no_setting_of_torch_is_changed(profiled):
     fitted = leanstep.fit(model, batch, engine="inductor", budget="90%")
     assert before == (functorch_config.get_config_copy(), inductor_config.get_config_copy())
     fitted.remove()
+
+
+def test_what_compiled_blocks_keep_may_wait_on_the_host(profiled, monkeypatch):
+    model, batch, profile = profiled
+    monkeypatch.setattr("leanstep.planner.offload.LEAST_BYTES", 1)
+    linked = replace(profile, link=Link(1e12, 1e12, 1 << 40))
+    plan = leanstep.plan(linked, "85%")
+    assert plan.host_bytes > 0
+    assert any(decision.offload for decision in plan.decisions)
+    check_plan(plan)
+    assert simulate(linked, plan).peak_bytes == plan.peak_bytes <= plan.budget_bytes
+    unplanned = leanstep.apply(model, leanstep.plan(profile, "100%"))
+    expected = [step_of(model, batch) for _ in range(3)]
+    unplanned.remove()
+    applied = leanstep.apply(model, plan)
+    got = [step_of(model, batch) for _ in range(3)]
+    applied.remove()
+    assert all(equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+def test_hooks_that_park_do_not_compile_anew(profiled, monkeypatch):
+    model, batch, profile = profiled
+    monkeypatch.setattr("leanstep.planner.offload.LEAST_BYTES", 1)
+    plan = leanstep.plan(replace(profile, link=Link(1e12, 1e12, 1 << 40)), "85%")
+    applied = leanstep.apply(model, plan)
+    step_of(model, batch)
+    captured = []
+    monkeypatch.setattr(
+        inductor.CompiledForm, "compile_graph", staticmethod(lambda *parts: captured.append(parts))
+    )
+    for _ in range(3):
+        step_of(model, batch)
+    applied.remove()
+    assert captured == []

@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from leanstep.eager import is_compiler_loaded
 from leanstep.engines.attach import original_class
 from leanstep.engines.joint import JointGraph, LostNodeError
+from leanstep.engines.parking import Spaces, parking_hooks
 from leanstep.engines.scope import Scope
 from leanstep.ir import Form, Kind
 from leanstep.torch_compiler import (
@@ -55,6 +56,7 @@ class CompiledForm:
         self, forward: Callable[..., Any], kept: tuple[str, ...], settings: dict[str, Any]
     ) -> None:
         self.runs = self.captures = 0
+        self._hooks: AbstractContextManager[Any] = nullcontext()
         names = "\n".join((str(PARTITION_VERSION), *sorted(kept)))
         key = f"leanstep {hashlib.sha256(names.encode()).hexdigest()}"
 
@@ -63,9 +65,23 @@ class CompiledForm:
 
         self._run = compiled_function(forward, self._counted(partition, key, settings))
 
-    def __call__(self, subject: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one call; what cannot be captured raises one of `compiler_errors()`."""
-        return self._run(subject, *args, **kwargs)
+    def __call__(
+        self,
+        subject: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        hooks: AbstractContextManager[Any] | None = None,
+    ) -> Any:
+        """Run one call; what cannot be captured raises one of `compiler_errors()`.
+
+        The hooks on what it saves are set around the compiled graph alone: Dynamo, which looks at
+        them, would compile the call anew for each.
+        """
+        self._hooks = hooks or nullcontext()
+        try:
+            return self._run(subject, *args, **kwargs)
+        finally:
+            self._hooks = nullcontext()
 
     def _counted(
         self, partition: Partition, key: str, settings: dict[str, Any]
@@ -77,7 +93,8 @@ class CompiledForm:
 
             def counted(*args: Any) -> Any:
                 self.runs += 1
-                return run(*args)
+                with self._hooks:
+                    return run(*args)
 
             return counted
 
@@ -155,7 +172,11 @@ class CompiledBlock:
         return None
 
     def run(
-        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        spaces: Spaces | None = None,
     ) -> tuple[Any, str | None]:
         """Run one call: what it returns, or why it has not run."""
         if reason := obstacle():
@@ -165,7 +186,7 @@ class CompiledBlock:
         compiled = compiled_form(forward, kind.name, self._form.kept, precise=kind.precise)
         before = compiled.runs
         try:
-            out = compiled(subject, args, kwargs)
+            out = compiled(subject, args, kwargs, None if spaces is None else parking_hooks(spaces))
         except compiler_errors() as error:
             # Raised before anything has run: what the user's own code raises is seen again below.
             return None, reason_of(error)

@@ -9,9 +9,10 @@ follows the plan whatever the link does.
 Nothing here holds what autograd has let go of: the lot knows its storages by weak references.
 """
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ import torch
 from leanstep.engines.observer import Observer
 from leanstep.engines.recording import look_at, without_history
 from leanstep.ir import Offload, Plan
+from leanstep.ir.form import save_key
+from leanstep.recorder.values import has_storage
 from leanstep.torch_private import past_every_mode, storage_address, tree_leaves, version
 
 # When copies are done; on the CPU they are at once.
@@ -221,6 +224,25 @@ class Spaces:
     def close(self) -> None:
         """Forget the addresses: after the call they may be anybody's."""
         self._parked.clear()
+
+
+def parking_hooks(spaces: Spaces) -> AbstractContextManager[Any]:
+    """Hooks that park what a compiled call saves; a key is the number of the save."""
+    numbers = itertools.count()
+
+    def pack(tensor: torch.Tensor) -> Any:
+        key = save_key(next(numbers))
+        if not spaces.names(key) or not has_storage(tensor):
+            return tensor
+        spaces.park(tensor, key)
+        parked = spaces.find(tensor)
+        return tensor if parked is None else ParkedSource(parked, tensor)
+
+    def unpack(packed: Any) -> torch.Tensor:
+        tensor: torch.Tensor = packed if isinstance(packed, torch.Tensor) else packed.tensor()
+        return tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 _Waiting = dict[int, list[weakref.ref[Parked]]]

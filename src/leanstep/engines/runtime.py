@@ -209,7 +209,10 @@ class BlockRuntime:
         """Run a call as compiled code, or where there is none, as a whole that runs twice."""
         block = self.compiled[place]
         assert block is not None, "a compiled block has a form"
-        out, reason = block.run(module, args, kwargs)
+        spaces = self._spaces(place)
+        out, reason = block.run(module, args, kwargs, spaces)
+        if spaces is not None:
+            spaces.close()
         if reason is None:
             if len(self.decisions) > 1:
                 # Which call of a step this is, is counted from the last backward.
@@ -242,11 +245,15 @@ class BlockRuntime:
         leaves = flat_call(args, kwargs)[0] if decision.border_in else ()
         gate = Gate(rounds.borders, leaves) if decision.border_in else None
         gives = rounds.borders if self.gives[place] else None
-        offloads = self.offloads[place]
-        spaces = Spaces(rounds.lot, self.numbers[place], offloads) if offloads else None
+        spaces = self._spaces(place)
         context = Context(self.name, rounds.saw_backward, gate, gives, rounds.observer, spaces)
         with uncompiled():
             return self.replays[place].run(context, module, forward, args, kwargs)
+
+    def _spaces(self, place: int) -> Spaces | None:
+        """Where a call parks what goes to the host."""
+        offloads = self.offloads[place]
+        return Spaces(self.rounds.lot, self.numbers[place], offloads) if offloads else None
 
     def _place(self) -> int:
         """Which of the decisions this call follows: the last whose turn has come."""

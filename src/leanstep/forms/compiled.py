@@ -123,7 +123,7 @@ def _form(name: str, candidate: Candidate, figures: Figures, seconds: tuple[floa
     return Form(
         name=name,
         kept=candidate.kept,
-        kept_bytes=figures.kept_bytes,
+        kept_bytes=sum(figures.saves),
         forward_rise_bytes=figures.forward_rise_bytes,
         backward_rise_bytes=figures.backward_rise_bytes,
         forward_seconds=seconds[0],
@@ -131,4 +131,5 @@ def _form(name: str, candidate: Candidate, figures: Figures, seconds: tuple[floa
         holds_arguments=figures.holds_arguments,
         holds_outputs=figures.holds_outputs,
         exact=figures.exact,
+        saves=figures.saves,
     )

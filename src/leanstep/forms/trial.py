@@ -29,7 +29,7 @@ _SEED = 2026
 class Figures:
     """What was measured of a form."""
 
-    kept_bytes: int
+    saves: tuple[int, ...]
     forward_rise_bytes: int
     backward_rise_bytes: int
     holds_arguments: bool
@@ -52,9 +52,9 @@ class Trial:
     def measure(self, form: CompiledForm) -> Figures:
         """Measure a form; raises what the compiler raises where it cannot be compiled."""
         with self._in_place():
-            kept, holds_arguments, holds_outputs = self._kept(form)
+            saves, holds_arguments, holds_outputs = self._saves(form)
             rises = self._rises(form)
-            return Figures(kept, *rises, holds_arguments, holds_outputs, self._is_exact(form))
+            return Figures(saves, *rises, holds_arguments, holds_outputs, self._is_exact(form))
 
     def race(self, forms: Sequence[CompiledForm]) -> list[tuple[float, float]]:
         """The median seconds of forward and backward of each form, in turns: machines are moody."""
@@ -111,13 +111,13 @@ class Trial:
         numbers = [output.detach() for output in outputs]
         return [*numbers, *self._backward(outputs)]
 
-    def _kept(self, form: CompiledForm) -> tuple[int, bool, bool]:
-        """The bytes held for backward, and whether arguments and outputs are among what is held."""
-        held: dict[int, int] = {}
+    def _saves(self, form: CompiledForm) -> tuple[tuple[int, ...], bool, bool]:
+        """The bytes of each save, and whether arguments and outputs are among what is held."""
+        held: list[tuple[int | None, int]] = []
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            if has_storage(tensor):
-                held[storage_address(tensor)] = allocated_bytes(tensor, self.device)
+            address = storage_address(tensor) if has_storage(tensor) else None
+            held.append((address, allocated_bytes(tensor, self.device) if address else 0))
             return tensor
 
         self._backward(self._forward(form))
@@ -132,9 +132,14 @@ class Trial:
             {storage_address(t) for t in tensors if has_storage(t)}
             for tensors in (own, self.example.arguments(), outputs)
         )
-        others = held.keys() - parameters - arguments - results
-        kept = sum(held[address] for address in others)
-        return kept, not arguments.isdisjoint(held), not results.isdisjoint(held)
+        seen = {None, *parameters, *arguments, *results}
+        saves = []
+        for address, nbytes in held:
+            saves.append(0 if address in seen else nbytes)
+            seen.add(address)
+        addresses = {address for address, _ in held}
+        holds = (not arguments.isdisjoint(addresses), not results.isdisjoint(addresses))
+        return tuple(saves), *holds
 
     def _rises(self, form: CompiledForm) -> tuple[int, int]:
         """How far the level rises in forward and in backward; in the second of two rounds."""

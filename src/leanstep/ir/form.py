@@ -18,7 +18,8 @@ class Form:
     neither arguments, parameters nor outputs; whether those are held too is said apart. The rises
     are how far the allocator's level rises above that at the start of the block's forward or
     backward, outputs and gradients included. `exact`: outputs and gradients had the bits of the
-    kind's first form.
+    kind's first form. `saves` are the bytes of each tensor that is saved, in their order; 0 for one
+    that is not among the kept bytes.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Form:
     holds_arguments: bool = True
     holds_outputs: bool = False
     exact: bool = True
+    saves: tuple[int, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -71,6 +73,11 @@ class Kind:
     def form(self, name: str) -> Form | None:
         """The form of a name."""
         return next((form for form in self.forms if form.name == name), None)
+
+
+def save_key(number: int) -> str:
+    """The name of what a compiled call saves as so manieth."""
+    return f"save#{number}"
 
 
 def without_beaten(forms: Iterable[Form]) -> tuple[Form, ...]:

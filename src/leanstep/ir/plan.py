@@ -110,7 +110,7 @@ def check_plan(plan: Plan) -> None:
         left = len(plan.decisions) - number - 1
         for entry in decision.offload:
             is_possible = 0 <= entry.release <= left and 0 < entry.fetch <= left
-            if decision.engine is not Engine.REPLAY or not is_possible:
+            if decision.engine not in (Engine.REPLAY, Engine.INDUCTOR) or not is_possible:
                 raise PlanError(f"the plan cannot move {entry.key} of {decision.name} to the host")
         if decision.engine is Engine.INDUCTOR and plan.kind_of(decision) is None:
             raise PlanError(

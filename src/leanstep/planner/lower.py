@@ -116,7 +116,7 @@ def _is_stuck(part: Part) -> bool:
     return bool(part.view.saved) and not part.options.options[-1].dropped
 
 
-def _form_decision(view: BlockGraph, option: Option) -> Decision:
+def _form_decision(view: BlockGraph, option: Option, offload: tuple[Offload, ...]) -> Decision:
     unplanned, form = option.forms
     freed = unplanned.kept_bytes - form.kept_bytes
     return Decision(
@@ -128,15 +128,17 @@ def _form_decision(view: BlockGraph, option: Option) -> Decision:
         kept_bytes=form.kept_bytes,
         dropped_bytes=freed,
         extra_seconds=option.seconds,
-        why=f"compiled, {form.name.rpartition('/')[2]}",
+        why=f"compiled, {form.name.rpartition('/')[2]}"
+        + (f", moves {len(offload)} of its saves to the host" if offload else ""),
         form=form.name,
+        offload=offload,
     )
 
 
 def _decision(part: Part, option: Option, offload: tuple[Offload, ...]) -> Decision:
     view = part.view
     if option.engine is Engine.INDUCTOR:
-        return _form_decision(view, option)
+        return _form_decision(view, option, offload)
     storages = view.graph.storages
     held = {save.value.storage for save in view.saves} & view.own_storages
     is_replayed = option.engine is Engine.REPLAY

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from leanstep.blockgraph import BlockGraph
 from leanstep.effects import backward_entry, offload_shifts
 from leanstep.ir import Category, Engine, Link, Offload, Profile
+from leanstep.ir.form import save_key
 from leanstep.planner.options import Option, foreign_readers
 from leanstep.planner.segments import Part
 from leanstep.simulator import shifted, timeline
@@ -43,10 +44,11 @@ class _Candidate:
     """A kept storage, and the positions between which nothing on the device needs it."""
 
     call: int
-    storage: int
+    key: str
     nbytes: int
     idle: int
     needed: int
+    storage: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +90,8 @@ def roomier(
         room = 0 if is_last else int(share * SHARE_OF_RATE * own.link.to_host * time)
         movable = [candidate for candidate in own.candidates if candidate.call == place]
         choices = tuple(
-            _with_room(call, choice, min(room, _kept_bytes(movable, choice)))
-            for choice in call.choices
+            _with_room(call, choice, min(room, _kept_bytes(part, movable, number, choice)))
+            for number, choice in enumerate(call.choices)
         )
         origins.update({id(new): old for new, old in zip(choices, call.choices, strict=True)})
         return replace(call, choices=choices, border_choices=())
@@ -113,7 +115,10 @@ def _with_room(call: Call, choice: Choice, nbytes: int) -> Choice:
     return replace(choice, deltas=deltas)
 
 
-def _kept_bytes(movable: Sequence[_Candidate], choice: Choice) -> int:
+def _kept_bytes(part: Part, movable: Sequence[_Candidate], number: int, choice: Choice) -> int:
+    """What a choice keeps and the link could take; each form of compiled code keeps its own."""
+    if part.view.block.is_compiled:
+        return sum(one.nbytes for one in _kept_by_form(part.view, part.options.options[number], 0))
     return sum(one.nbytes for one in movable if one.storage not in choice.dropped)
 
 
@@ -149,14 +154,14 @@ class _Offloader:
 
     def fitting(self, budget_bytes: int) -> list[tuple[Offload, ...]] | None:
         """The offloads that bring every level under the budget."""
-        late: set[int] = set()
+        late: set[_Candidate] = set()
         while True:
             leaving = self._leaving(budget_bytes, late)
             if leaving is None:
                 return None
             fetches = self._fetches(leaving)
             pairs = zip(leaving, fetches, strict=True)
-            too_late = {one.candidate.storage for one, fetch in pairs if not fetch}
+            too_late = {one.candidate for one, fetch in pairs if not fetch}
             if not too_late:
                 break
             late |= too_late
@@ -169,7 +174,7 @@ class _Offloader:
         levels = shifted(self.tops, shifts)
         return found if int(levels.max()) <= budget_bytes else None
 
-    def _leaving(self, budget_bytes: int, late: set[int]) -> list[_Leaving] | None:
+    def _leaving(self, budget_bytes: int, late: set[_Candidate]) -> list[_Leaving] | None:
         """The copies to the host that suffice, in their order; `late` ones would be back late."""
         missing = self.tops - budget_bytes
         rate = SHARE_OF_RATE * self.link.to_host
@@ -179,7 +184,7 @@ class _Offloader:
             most = int(np.argmax(missing))
             if missing[most] <= 0:
                 break
-            if candidate.storage in late or candidate.nbytes > room:
+            if candidate in late or candidate.nbytes > room:
                 continue
             done_at = max(free_at, self.clock[self.ends[candidate.call]]) + candidate.nbytes / rate
             one = self._leaving_at(candidate, done_at)
@@ -223,9 +228,8 @@ class _Offloader:
         found: list[list[Offload]] = [[] for _ in self.views]
         for one, fetch in zip(leaving, fetches, strict=True):
             own = one.candidate
-            key = self.views[own.call].storage_key(own.storage)
             release = one.release_call - own.call
-            found[own.call].append(Offload(key, own.nbytes, release, fetch))
+            found[own.call].append(Offload(own.key, own.nbytes, release, fetch))
         return [tuple(own) for own in found]
 
     @functools.cached_property
@@ -242,6 +246,9 @@ class _Offloader:
 
 
 def _kept(view: BlockGraph, option: Option, call: int) -> Iterator[_Candidate]:
+    if option.engine is Engine.INDUCTOR:
+        yield from _kept_by_form(view, option, call)
+        return
     storages = view.graph.storages
     for number in view.settled:
         storage = storages[number]
@@ -250,7 +257,16 @@ def _kept(view: BlockGraph, option: Option, call: int) -> Iterator[_Candidate]:
             continue
         idle = storage.natural_death + 1
         if idle < view.first_request:
-            yield _Candidate(call, number, storage.nbytes, idle, view.first_request)
+            key = view.storage_key(number)
+            yield _Candidate(call, key, storage.nbytes, idle, view.first_request, number)
+
+
+def _kept_by_form(view: BlockGraph, option: Option, call: int) -> Iterator[_Candidate]:
+    """What a compiled call saves in one of its forms."""
+    idle, needed = view.block.stop, view.first_request
+    for number, nbytes in enumerate(option.forms[1].saves):
+        if nbytes >= LEAST_BYTES:
+            yield _Candidate(call, save_key(number), nbytes, idle, needed)
 
 
 def _scale(profile: Profile) -> float:

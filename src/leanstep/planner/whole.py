@@ -241,9 +241,7 @@ def relaxed_seconds(problem: Problem, budget_bytes: int) -> float:
     return 0.0 if relaxation is None else relaxation.bound_picoseconds / PICOSECONDS
 
 
-def _budget_error(
-    space: Space, solver: Solver, budget_bytes: int, *, offload: bool
-) -> BudgetError:
+def _budget_error(space: Space, solver: Solver, budget_bytes: int, *, offload: bool) -> BudgetError:
     picked = space.picked(solver.lowest(space.problem))
     line = timeline(space.profile, effects(picked))
     op = peak_op(space.profile, line)
