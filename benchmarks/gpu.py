@@ -13,6 +13,7 @@ at a time; a ratio is taken only between rows of one call.
 import argparse
 import functools
 import gc
+import itertools
 import json
 import statistics
 import sys
@@ -200,10 +201,7 @@ class Bench:
     def run(self):
         options = self.options
         self.measure("eager")
-        start = time.perf_counter()
-        profile = leanstep.profile(self.model, self.batch, self.loss, optimizer=self.optimizer)
-        profile_seconds = time.perf_counter() - start
-        print(f"profile: {profile_seconds:.1f} s", flush=True)
+        profile, profile_seconds = self.profiled()
         blocks = [self.model.get_submodule(b.path) for b in profile.blocks if not b.children]
         blocks = list(dict.fromkeys(blocks))
         budgets = {}
@@ -212,16 +210,40 @@ class Bench:
                 row = self.measure(peer)
             if "failed" not in row:
                 budgets[peer] = row.get("peak_bytes", int(0.6 * profile.peak_bytes))
-        for share in options.shares:
-            budgets[f"{share}%"] = int(profile.peak_bytes * share / 100)
         variants = [(True, True)]
         variants += [(False, True)] * options.inexact + [(True, False)] * options.without_offload
-        for engine in options.engines:
-            for exact, offload in variants:
-                for name, budget in budgets.items():
-                    facts = {"engine": engine, "at": name, "exact": exact, "offload": offload}
-                    self.ours(profile, budget, {**facts, "profile_seconds": profile_seconds})
+        for engine, (exact, offload) in itertools.product(options.engines, variants):
+            if engine == "inductor":
+                profile, profile_seconds = self.profiled(engine=engine, exact=exact)
+                self.note_forms(profile)
+            shares = {
+                f"{share}%": int(profile.peak_bytes * share / 100) for share in options.shares
+            }
+            for name, budget in {**budgets, **shares}.items():
+                facts = {"engine": engine, "at": name, "exact": exact, "offload": offload}
+                self.ours(profile, budget, {**facts, "profile_seconds": profile_seconds})
         self.measure("eager again")
+
+    def profiled(self, **choices):
+        start = time.perf_counter()
+        ingredients = self.model, self.batch, self.loss
+        profile = leanstep.profile(*ingredients, optimizer=self.optimizer, **choices)
+        self.tidy()
+        seconds = time.perf_counter() - start
+        print(f"profile: {seconds:.1f} s {choices or ''}", flush=True)
+        return profile, seconds
+
+    def note_forms(self, profile):
+        """What the compiled blocks were measured to be."""
+        for note in profile.notes:
+            print(f"    {note}")
+        for exclusion in profile.exclusions:
+            print(f"    left out: {exclusion}")
+        for kind in profile.kinds:
+            print(f"    {kind.name}: {kind.num_inexact} forms gave other bits")
+            for form in kind.forms:
+                times = f"{form.forward_seconds * 1e3:.2f} + {form.backward_seconds * 1e3:.2f} ms"
+                print(f"        {form.name}: keeps {form.kept_bytes / 2**20:.0f} MiB, {times}")
 
     def ours(self, profile, budget, facts):
         facts["budget_bytes"] = budget
@@ -235,7 +257,9 @@ class Bench:
         facts["plan_seconds"] = time.perf_counter() - start
         facts["predicted_peak_bytes"] = plan.peak_bytes
         facts["host_bytes"] = plan.host_bytes
-        facts["predicted_seconds"] = self.rows[0]["seconds"] + plan.extra_seconds
+        is_compiled = facts["engine"] == "inductor"
+        unplanned = profile.step_seconds if is_compiled else self.rows[0]["seconds"]
+        facts["predicted_seconds"] = unplanned + plan.extra_seconds
         start = time.perf_counter()
         applied = leanstep.apply(self.model, plan)
         facts["apply_seconds"] = time.perf_counter() - start
