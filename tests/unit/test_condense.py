@@ -94,7 +94,7 @@ def test_outputs_live_as_long_as_the_next_call_holds_its_arguments():
 
 def test_a_form_that_holds_its_arguments_holds_them_until_backward():
     first = form("first", 4 * KIB, KIB, KIB, holds_arguments=False)
-    other = form("other", 0, KIB, KIB, holds_arguments=True)
+    other = form("other", 0, KIB, KIB, 5e-3, holds_arguments=True)
     profile = compiled(kind=Kind("Block", (first, other)))
     forced = {"layers.2": "recompute"}
 
@@ -131,6 +131,23 @@ def test_a_plan_adds_up_what_its_forms_do():
     added = sum(by_name[d.form].seconds - KIND.unplanned.seconds for d in plan.decisions)
     assert simulate(profile, plan).extra_seconds == pytest.approx(added)
     assert plan.extra_seconds == pytest.approx(added, rel=0.01)
+
+
+def test_a_form_that_is_faster_than_the_unplanned_one_is_taken_and_counts():
+    quick = form("quick", 4 * KIB, 8 * KIB, 6 * KIB, 1.5e-3)
+    profile = compiled(kind=Kind("Block", (*KIND.forms, quick)))
+
+    plan = planner.plan(profile, 1 << 40)
+    unplanned = planner.plan(profile, 1 << 40, solver="keep_all")
+
+    assert {decision.form for decision in plan.decisions} == {"Block/quick"}
+    assert plan.extra_seconds == pytest.approx(-1.5e-3, rel=0.01)
+    assert plan.gap == 0
+    assert {decision.form for decision in unplanned.decisions} == {"Block/everything"}
+    assert unplanned.extra_seconds == 0
+    points = planner.frontier(profile, solvers=["optimal"], points=2).points
+    assert min(p.extra_seconds for p in points) == pytest.approx(-1.5e-3, rel=0.01)
+    assert all(p.bound_seconds <= p.extra_seconds for p in points)
 
 
 def test_a_floor_that_is_named_can_be_asked_for():

@@ -11,7 +11,7 @@ from leanstep.errors import MeasureError
 from leanstep.forms.capture import CaptureError, capture
 from leanstep.forms.costs import node_seconds
 from leanstep.forms.cuts import Candidate, anchored, candidates
-from leanstep.forms.kinds import Sighting, find_kinds
+from leanstep.forms.kinds import Example, Sighting, find_kinds
 from leanstep.forms.trial import Figures, Trial
 from leanstep.ir import Engine, Exclusion, Form, Kind, Profile
 from leanstep.ir.form import without_beaten
@@ -61,8 +61,9 @@ def _kind(sighting: Sighting, device: torch.device, most: int, exact: bool) -> K
     """Compile a kind of block in every form worth having, and measure each."""
     if sighting.objection:
         raise CaptureError(sighting.objection)
-    joint = capture(sighting.example, PRECISE if exact else {})
-    trials = _Trials(sighting, device, exact)
+    example = sighting.example()
+    joint = capture(example, PRECISE if exact else {})
+    trials = _Trials(sighting.name, example, device, exact)
     first, *others = candidates(joint, node_seconds(joint, device), most)
     if not trials.add(first):
         raise MeasureError("its gradients differ from run to run")
@@ -80,9 +81,9 @@ def _kind(sighting: Sighting, device: torch.device, most: int, exact: bool) -> K
 class _Trials:
     """The forms of one kind that were compiled and have passed."""
 
-    def __init__(self, sighting: Sighting, device: torch.device, exact: bool) -> None:
-        self._name, self._example, self._exact = sighting.name, sighting.example, exact
-        self._trial = Trial(sighting.example, device)
+    def __init__(self, name: str, example: Example, device: torch.device, exact: bool) -> None:
+        self._name, self._example, self._exact = name, example, exact
+        self._trial = Trial(example, device)
         self.num_inexact = 0
         self._passed: dict[tuple[str, ...], tuple[Candidate, CompiledForm, Figures]] = {}
 

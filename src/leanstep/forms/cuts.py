@@ -63,7 +63,11 @@ def candidates(joint: JointGraph, seconds: Mapping[Any, float], most: int) -> li
 
     add("torch's choice", _torchs(joint, 1.0), is_firm=True)
     for budget in BUDGETS:
-        kept = _torchs(joint, budget)
+        try:
+            kept = _torchs(joint, budget)
+        except RuntimeError:
+            # Torch's search raises where it finds no cut: then nobody can have that setting.
+            continue
         add(f"torch's at budget {budget}", kept, is_firm=budget in FIRM_BUDGETS)
     for number, kept in enumerate(_cuts(joint, seconds)):
         add(f"cut {number}", kept)

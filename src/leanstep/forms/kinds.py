@@ -8,7 +8,7 @@ Dynamo checks all that its program depends on.
 import hashlib
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from leanstep.engines.inductor import subject_of
 from leanstep.ir import Block, Profile
 from leanstep.recorder import in_host_memory
 from leanstep.step import TrainingStep
-from leanstep.torch_private import tree_flatten, tree_leaves, tree_unflatten
+from leanstep.torch_private import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
@@ -63,12 +63,30 @@ class Example:
 
 @dataclass
 class Sighting:
-    """A kind of block: its example, and the numbers of the blocks that are of it."""
+    """A kind of block: one call, and the numbers of the blocks that are of it.
+
+    The call's tensors are in host memory: where the step runs there may be no room for those of all
+    kinds.
+    """
 
     name: str
-    example: Example
+    call: Example
     blocks: list[int] = field(default_factory=list)
     objection: str = ""
+
+    def example(self) -> Example:
+        """The call, with its tensors where they were."""
+        args, kwargs = tree_map(_fetched, (self.call.args, self.call.kwargs))
+        return replace(self.call, args=args, kwargs=kwargs)
+
+
+@dataclass(frozen=True, eq=False)
+class _Stored:
+    """A tensor in host memory, and where it belongs."""
+
+    tensor: torch.Tensor
+    device: torch.device
+    requires_grad: bool
 
 
 def find_kinds(step: TrainingStep, profile: Profile) -> list[Sighting]:
@@ -129,13 +147,13 @@ class _Finder:
         modules = tuple(_module_look(module) for module in example.modules)
         key = (modules, str(shape), tuple(map(_look, leaves)), autocast)
         if key not in self.found:
-            own_args, own_kwargs = tree_unflatten([_copy(leaf) for leaf in leaves], shape)
-            example = Example(owner, block.children, own_args, own_kwargs, autocast)
+            own_args, own_kwargs = tree_unflatten([_stored(leaf) for leaf in leaves], shape)
+            call = replace(example, args=own_args, kwargs=own_kwargs)
             strange = [type(leaf).__name__ for leaf in leaves if not _is_plain(leaf)]
             objection = f"one of its arguments is a {strange[0]}" if strange else ""
             # The same in every process: a plan finds its compiled forms again by it.
             name = f"{block.class_name} {hashlib.sha256(repr(key).encode()).hexdigest()[:6]}"
-            self.found[key] = Sighting(name, example, objection=objection)
+            self.found[key] = Sighting(name, call, objection=objection)
         self.found[key].blocks.append(number)
 
 
@@ -164,8 +182,15 @@ def _is_plain(leaf: Any) -> bool:
     return isinstance(leaf, (torch.Tensor, *_PLAIN))
 
 
-def _copy(leaf: Any) -> Any:
-    """A tensor of the same contents without history: the step goes on with the original."""
+def _stored(leaf: Any) -> Any:
+    """A copy of a tensor, without its history: the step goes on with the original."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    copy = leaf.detach().to("cpu", copy=True)
+    return _Stored(copy, leaf.device, leaf.requires_grad)
+
+
+def _fetched(leaf: Any) -> Any:
+    if not isinstance(leaf, _Stored):
+        return leaf
+    return leaf.tensor.to(leaf.device).requires_grad_(leaf.requires_grad)

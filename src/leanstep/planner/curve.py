@@ -62,9 +62,10 @@ def _points(
             if not solution.is_found:
                 continue
             problem = solution.problem or space.problem
-            extra = problem.seconds(solution.picks)
+            extra = problem.seconds(solution.picks) - space.unplanned_seconds
             if budget_bytes not in bounds:
-                bounds[budget_bytes] = bound_seconds(space, solution, budget_bytes)
+                bound = bound_seconds(space, solution, budget_bytes)
+                bounds[budget_bytes] = bound - space.unplanned_seconds
             yield FrontierPoint(
                 solver=solver.name,
                 budget_bytes=budget_bytes,

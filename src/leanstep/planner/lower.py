@@ -37,7 +37,8 @@ def lower(
     account = Account(profile, [part.view for part, _ in picked], found, line, dropped)
     planned, unplanned = account.peaks(droppable)
     takes = [False, *(option.drops_border for _, option in picked)][: len(picked)]
-    extra_seconds = sum(option.seconds for _, option in picked)
+    extra_seconds = sum(option.extra_seconds for _, option in picked)
+    unplanned_seconds = sum(option.unplanned_seconds for _, option in picked)
     return Plan(
         solver=solver,
         budget_bytes=budget_bytes,
@@ -46,7 +47,7 @@ def lower(
         movable_bytes=max(0, line.peak_bytes - static_bytes(profile)),
         step_seconds=profile.step_seconds,
         extra_seconds=extra_seconds,
-        bound_seconds=min(bound_seconds, extra_seconds),
+        bound_seconds=min(bound_seconds - unplanned_seconds, extra_seconds),
         decisions=tuple(
             replace(
                 _decision(part, option, moved[place]), **account.share(place), border_in=border_in
@@ -127,7 +128,7 @@ def _form_decision(view: BlockGraph, option: Option, offload: tuple[Offload, ...
         drop=(),
         kept_bytes=form.kept_bytes,
         dropped_bytes=freed,
-        extra_seconds=option.seconds,
+        extra_seconds=option.extra_seconds,
         why=f"compiled, {form.name.rpartition('/')[2]}"
         + (f", moves {len(offload)} of its saves to the host" if offload else ""),
         form=form.name,

@@ -47,7 +47,8 @@ class Option:
 
     The arrays are its effect in numbers: bytes that are added from one position to another, and
     the tops of replays above the level at their positions. A compiled call has a form, beside the
-    unplanned one.
+    unplanned one. That need not be the fastest: `seconds` count from the fastest form, for which
+    the unplanned one takes `unplanned_seconds`.
     """
 
     engine: Engine
@@ -57,11 +58,17 @@ class Option:
     drops_border: bool = False
     reads_border_early: bool = False
     forms: tuple[Form, ...] = ()
+    unplanned_seconds: float = 0.0
     shift_starts: Positions = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     shift_stops: Positions = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     shift_bytes: Positions = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     replay_positions: Positions = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     replay_bytes: Positions = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+    @property
+    def extra_seconds(self) -> float:
+        """What it adds to the unplanned step; less than nothing where it is faster."""
+        return self.seconds - self.unplanned_seconds
 
     def effect(self, view: BlockGraph) -> Effect:
         """What the option does to the step, op by op."""
@@ -363,11 +370,19 @@ def _by_form(profile: Profile, view: BlockGraph, wished: Wishes, *, exact: bool)
     """One option for each form of a compiled call; the last one keeps least."""
     kind = profile.kinds[view.block.kind]
     unplanned, *others = (form for form in kind.forms if form.exact or not exact)
-    first = Option(Engine.INDUCTOR, frozenset(), 0.0, forms=(unplanned, unplanned))
-    options = [first]
-    for form in sorted(others, key=lambda form: -form.kept_bytes):
-        option = _option(profile, Engine.INDUCTOR, (), form_effect(view, unplanned, form))
-        options.append(replace(option, forms=(unplanned, form)))
+    others.sort(key=lambda form: -form.kept_bytes)
+    fastest = min(form.seconds for form in (unplanned, *others))
+    spent = _in_grains(unplanned.seconds - fastest, profile.step_seconds, least=0)
+    options = [
+        replace(
+            _option(profile, Engine.INDUCTOR, (), form_effect(view, unplanned, form)),
+            seconds=_in_grains(form.seconds - fastest, profile.step_seconds, least=0),
+            unplanned_seconds=spent,
+            forms=(unplanned, form),
+        )
+        for form in (unplanned, *others)
+    ]
+    first = options[0]
     if wished.keep:
         options = [first]
     if wished.recompute:
@@ -390,9 +405,7 @@ def _writes_outside(view: BlockGraph) -> bool:
 
 def _option(profile: Profile, engine: Engine, dropped: Iterable[int], effect: Effect) -> Option:
     num_regions = max(1, len({replay.position for replay in effect.replays}))
-    # Forms were measured with all that they need.
-    overhead = 0.0 if engine is Engine.INDUCTOR else num_regions * REGION_SECONDS
-    seconds = effect.seconds(profile) + overhead
+    seconds = effect.seconds(profile) + num_regions * REGION_SECONDS
     return Option(
         engine=engine,
         dropped=frozenset(dropped),
@@ -406,10 +419,10 @@ def _option(profile: Profile, engine: Engine, dropped: Iterable[int], effect: Ef
     )
 
 
-def _in_grains(seconds: float, step_seconds: float) -> float:
+def _in_grains(seconds: float, step_seconds: float, least: int = 1) -> float:
     """The time in whole grains, one at least; a grain is a whole number of picoseconds."""
     grain = max(1, round(GRAIN * step_seconds * PICOSECONDS))
-    return max(1, round(seconds * PICOSECONDS / grain)) * grain / PICOSECONDS
+    return max(least, round(seconds * PICOSECONDS / grain)) * grain / PICOSECONDS
 
 
 def _numbers(numbers: Iterable[int]) -> Positions:

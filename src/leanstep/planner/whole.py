@@ -47,6 +47,11 @@ class Space:
         """The options of each block call."""
         return tuple(part.options for part in self.parts.alone)
 
+    @property
+    def unplanned_seconds(self) -> float:
+        """What the unplanned step takes beyond the fastest form of every compiled call."""
+        return sum(call.options[0].unplanned_seconds for call in self.options)
+
     def picked(self, solution: Solution) -> list[tuple[Part, Option]]:
         """The calls that a solution is about, each with the option picked for it."""
         problem = solution.problem or self.problem
