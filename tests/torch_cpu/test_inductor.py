@@ -438,10 +438,21 @@ def test_no_setting_of_torch_is_changed(profiled):
     fitted.remove()
 
 
+def with_link(profile):
+    """The same on a device with a fast link, where the forms that keep less take longer."""
+    (kind,) = profile.kinds
+    forms = tuple(
+        replace(form, forward_seconds=1e-3, backward_seconds=1e-3 * (1 + number))
+        for number, form in enumerate(kind.forms)
+    )
+    link = Link(1e12, 1e12, 1 << 40)
+    return replace(profile, link=link, kinds=(replace(kind, forms=forms),))
+
+
 def test_what_compiled_blocks_keep_may_wait_on_the_host(profiled, monkeypatch):
     model, batch, profile = profiled
     monkeypatch.setattr("leanstep.planner.offload.LEAST_BYTES", 1)
-    linked = replace(profile, link=Link(1e12, 1e12, 1 << 40))
+    linked = with_link(profile)
     plan = leanstep.plan(linked, "85%")
     assert plan.host_bytes > 0
     assert any(decision.offload for decision in plan.decisions)
@@ -459,7 +470,7 @@ def test_what_compiled_blocks_keep_may_wait_on_the_host(profiled, monkeypatch):
 def test_hooks_that_park_do_not_compile_anew(profiled, monkeypatch):
     model, batch, profile = profiled
     monkeypatch.setattr("leanstep.planner.offload.LEAST_BYTES", 1)
-    plan = leanstep.plan(replace(profile, link=Link(1e12, 1e12, 1 << 40)), "85%")
+    plan = leanstep.plan(with_link(profile), "85%")
     applied = leanstep.apply(model, plan)
     step_of(model, batch)
     captured = []
