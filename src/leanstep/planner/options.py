@@ -166,8 +166,9 @@ class OptionFinder:
         excluded = {e for e in Engine if self.profile.excludes(view.block, e)}
         if not excluded:
             return self.engine
-        allowed = {"auto": set(Engine), "replay": {Engine.REPLAY}, "module": {Engine.MODULE}}
-        left = allowed[self.engine] - excluded - {Engine.UNTOUCHED}
+        both = {Engine.REPLAY, Engine.MODULE}
+        allowed = {"auto": both, "replay": {Engine.REPLAY}, "module": {Engine.MODULE}}
+        left = allowed[self.engine] - excluded
         return left.pop().value if left else None
 
     def _borders(self, view: BlockGraph, members: Collection[int]) -> frozenset[int]:
