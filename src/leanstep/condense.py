@@ -150,6 +150,7 @@ class _Condenser:
             saves=saves,
             unpacks=unpacks,
             calls=tuple(self._calls()),
+            is_on_host=self.profile.graph.is_on_host,
         )
 
     def costs(self) -> Iterable[Cost]:

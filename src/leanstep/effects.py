@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from leanstep.blockgraph import STATISTICS_ARE_OPTIONAL, BlockGraph, births, is_generator
 from leanstep.errors import PlanError
-from leanstep.ir import Category, Decision, Engine, Form, Offload, Profile, RecipeCost, Value
+from leanstep.ir import Category, Decision, Engine, Form, Graph, Offload, Profile, RecipeCost, Value
 from leanstep.ir.graph import Fact, Op
 from leanstep.rebuild import Run, Session
 
@@ -186,7 +186,7 @@ class _ReplayEffect:
         # around each draw the state is looked at.
         block = self.view.block
         draws = any(is_generator(self.graph, number) for number in outside_reads(self.view))
-        held = (2 if draws else 1) * GENERATOR_BYTES
+        held = (2 if draws else 1) * _state_bytes(self.graph)
         self.shifts.append(Shift(block.start, block.stop, held, Category.GENERATOR))
         for number in outside_reads(self.view):
             self._shift(number, self.graph.storages[number].death + 1, self.view.block.stop)
@@ -198,7 +198,8 @@ class _ReplayEffect:
             for source in self.program.sources.get(value, ()):
                 until[source.storage] = max(until.get(source.storage, 0), release)
         ends = max(until.values(), default=block.stop)
-        self.shifts.append(Shift(block.start, ends, NUMBERS_BYTES, Category.TEMPORARY))
+        numbers = NUMBERS_BYTES if self.graph.is_on_host else 0
+        self.shifts.append(Shift(block.start, ends, numbers, Category.TEMPORARY))
         statistics = _statistics(self.view)
         for number, release in until.items():
             if is_generator(self.graph, number):
@@ -213,7 +214,8 @@ class _ReplayEffect:
                 self.shifts.append(Shift(block.stop, release, nbytes, Category.TEMPORARY))
 
     def _hold_generator(self, release: int) -> None:
-        held = Shift(self.view.block.stop, release, GENERATOR_BYTES, Category.GENERATOR)
+        state = _state_bytes(self.graph)
+        held = Shift(self.view.block.stop, release, state, Category.GENERATOR)
         self.shifts.append(held)
 
     def _events(self) -> list[tuple[int, Value, int]]:
@@ -262,7 +264,7 @@ class _ReplayEffect:
         for value in run.op.reads:
             if is_generator(self.graph, value.storage):
                 # The first draw also copies the state that the call began with.
-                return (2 if value.storage in self.born else 3) * GENERATOR_BYTES
+                return (2 if value.storage in self.born else 3) * _state_bytes(self.graph)
         return 0
 
     def _after(self, run: Run, position: int) -> int:
@@ -288,7 +290,7 @@ class _ReplayEffect:
 
     def _nbytes(self, storage: int) -> int:
         if is_generator(self.graph, storage):
-            return GENERATOR_BYTES
+            return _state_bytes(self.graph)
         return self.graph.storages[storage].nbytes
 
     def _end(self, storage: int, start: int, stop: int) -> None:
@@ -349,7 +351,7 @@ def module_effect(view: BlockGraph) -> Effect:
     end = sum(
         graph.storages[s].nbytes for s in held if block.start <= graph.storages[s].birth < last
     )
-    copies = _written_bytes(view, statistics=True) + 2 * GENERATOR_BYTES
+    copies = _written_bytes(view, statistics=True) + 2 * _state_bytes(graph)
     return Effect(
         shifts,
         tuple(
@@ -373,7 +375,7 @@ def _module_shifts(view: BlockGraph, first: int, last: int) -> tuple[Shift, ...]
                 shifts.append(Shift(early, late, -storage.nbytes, storage.category, number))
             shifts.append(Shift(first, until, storage.nbytes, storage.category, number))
     ends = max(release.values())
-    shifts.append(Shift(block.start, ends, GENERATOR_BYTES, Category.GENERATOR))
+    shifts.append(Shift(block.start, ends, _state_bytes(graph), Category.GENERATOR))
     copies = _written_bytes(view, statistics=False)
     shifts.append(Shift(block.start, ends, copies, Category.TEMPORARY))
     for number in outside_reads(view):
@@ -381,6 +383,11 @@ def _module_shifts(view: BlockGraph, first: int, last: int) -> tuple[Shift, ...]
         held = Shift(storage.death + 1, ends, storage.nbytes, storage.category, number)
         shifts.append(held)
     return tuple(shift for shift in shifts if shift.start < shift.stop and shift.nbytes)
+
+
+def _state_bytes(graph: Graph) -> int:
+    """What a state of the CPU's generator takes of the memory that is planned."""
+    return GENERATOR_BYTES if graph.is_on_host else 0
 
 
 def outside_reads(view: BlockGraph) -> set[int]:

@@ -244,6 +244,11 @@ class OpMeter:
         """Hold one op."""
         return self._cuda_op() if self.device.type == "cuda" else self._cpu_op()
 
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the step runs on the CPU."""
+        return self.device.type == "cpu"
+
     def nbytes(self, tensor: torch.Tensor) -> int:
         """What a tensor's storage takes from the allocator."""
         return allocated_bytes(tensor, self.device)

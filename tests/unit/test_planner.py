@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from leanstep.effects import replay_effect
 from leanstep.errors import BudgetError, InputError
 from leanstep.ir import Engine, Fact, Plan, Profile
 from leanstep.planner import options, plan, plan_in, prepare
@@ -233,3 +234,16 @@ def test_step_without_blocks_has_its_peak_as_floor() -> None:
 
     assert floor_of(profile) == profile.peak_bytes
     assert plan(profile, profile.peak_bytes).decisions == ()
+
+
+def test_what_the_engine_keeps_on_the_host_counts_only_there() -> None:
+    on_host = equal_blocks()
+    elsewhere = replace(on_host, graph=replace(on_host.graph, is_on_host=False))
+
+    def held_bytes(profile: Profile) -> int:
+        view = prepare(profile).views[0]
+        shifts = replay_effect(view, view.candidates).shifts
+        return sum(shift.nbytes for shift in shifts if shift.storage < 0)
+
+    assert held_bytes(on_host) > 0
+    assert held_bytes(elsewhere) == 0

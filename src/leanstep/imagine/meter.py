@@ -13,6 +13,11 @@ from leanstep.truth import IdleMeter, cuda_bytes
 class ImaginedMeter(IdleMeter):
     """Count storages as CUDA's allocator does; rises follow from the graph (`with_rises`)."""
 
+    @property
+    def is_on_host(self) -> bool:
+        """It is another device's memory that is counted."""
+        return False
+
     def nbytes(self, tensor: torch.Tensor) -> int:
         """What a tensor's storage would take from the allocator."""
         return cuda_bytes(tensor.untyped_storage().nbytes())

@@ -156,13 +156,18 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """Every op of the step, every storage it touched, everything autograd saved."""
+    """Every op of the step, every storage it touched, everything autograd saved.
+
+    `is_on_host`: the step runs on the CPU, so what an engine keeps there, such as the states of
+    random generators, takes memory of the same kind.
+    """
 
     ops: tuple[Op, ...]
     storages: tuple[Storage, ...]
     saves: tuple[Save, ...]
     unpacks: tuple[Unpack, ...]
     calls: tuple[ModuleCall, ...]
+    is_on_host: bool = True
 
     def path(self, op: Op) -> str:
         """The module path an op ran in, empty outside every module."""

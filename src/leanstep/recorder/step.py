@@ -346,7 +346,8 @@ class StepRecording(torch_private.TorchDispatchMode):
         )
         saved = {save.value.storage for save in saves}
         storages = tuple(self._storage(number, saved) for number in range(len(self.nbytes)))
-        return Graph(ops, storages, saves, tuple(self.unpacks), tuple(self.calls))
+        events = tuple(self.unpacks), tuple(self.calls)
+        return Graph(ops, storages, saves, *events, is_on_host=self.meter.is_on_host)
 
     def _storage(self, number: int, saved: set[int]) -> Storage:
         end = len(self.ops)
