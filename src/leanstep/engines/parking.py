@@ -51,8 +51,9 @@ class _Lane:
 
     def back(self, sources: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, Done]]:
         """Copy bytes to the device, one after the other."""
-        looks = {"dtype": torch.uint8, "device": self.device}
-        targets = [torch.empty(source.numel(), **looks) for source in sources]
+        targets = [
+            torch.empty(source.numel(), dtype=torch.uint8, device=self.device) for source in sources
+        ]
         return list(self._copies(sources, targets, self._back if self.is_async else None))
 
     def give_back(self, buffer: torch.Tensor) -> None:
