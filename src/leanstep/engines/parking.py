@@ -20,9 +20,11 @@ import torch
 from leanstep.engines.observer import Observer
 from leanstep.engines.recording import look_at, without_history
 from leanstep.ir import Offload, Plan
+from leanstep.ir.decision import INPUT
 from leanstep.ir.form import save_key
 from leanstep.recorder.values import has_storage
 from leanstep.torch_private import past_every_mode, storage_address, tree_leaves, version
+from leanstep.truth import allocated_bytes
 
 # When copies are done; on the CPU they are at once.
 Done = torch.cuda.Event | None
@@ -198,15 +200,32 @@ class ParkedSource:
 class Spaces:
     """What one block call parks: by the keys of a decision, and by address while it runs."""
 
-    __slots__ = ("_entries", "_lot", "_parked", "_place")
+    __slots__ = ("_arguments", "_entries", "_lot", "_parked", "_place")
 
-    def __init__(self, lot: "Lot", place: int, entries: dict[str, Offload]) -> None:
+    def __init__(
+        self, lot: "Lot", place: int, entries: dict[str, Offload], arguments: Sequence[Any]
+    ) -> None:
         self._lot, self._place, self._entries = lot, place, entries
         self._parked: dict[int, Parked] = {}
+        self._arguments = arguments if INPUT in entries else ()
+        if self._arguments:
+            self._park_input()
+
+    def _park_input(self) -> None:
+        """Park the argument that the plan means: it is told by its size, if that tells it."""
+        wanted = self._entries[INPUT].nbytes
+        found = {
+            storage_address(leaf): leaf
+            for leaf in self._arguments
+            if isinstance(leaf, torch.Tensor) and has_storage(leaf)
+            if allocated_bytes(leaf, leaf.device) == wanted
+        }
+        if len(found) == 1:
+            self.park(next(iter(found.values())), INPUT)
 
     def anew(self) -> "Spaces":
         """The same for the call run a second time."""
-        return Spaces(self._lot, self._place, self._entries)
+        return Spaces(self._lot, self._place, self._entries, self._arguments)
 
     def names(self, key: str | None) -> bool:
         """Whether a key is of a storage that goes to the host."""
@@ -225,6 +244,7 @@ class Spaces:
     def close(self) -> None:
         """Forget the addresses: after the call they may be anybody's."""
         self._parked.clear()
+        self._arguments = ()
 
 
 def parking_hooks(spaces: Spaces) -> AbstractContextManager[Any]:
@@ -233,9 +253,10 @@ def parking_hooks(spaces: Spaces) -> AbstractContextManager[Any]:
 
     def pack(tensor: torch.Tensor) -> Any:
         key = save_key(next(numbers))
-        if not spaces.names(key) or not has_storage(tensor):
+        if not has_storage(tensor):
             return tensor
-        spaces.park(tensor, key)
+        if spaces.names(key):
+            spaces.park(tensor, key)
         parked = spaces.find(tensor)
         return tensor if parked is None else ParkedSource(parked, tensor)
 
