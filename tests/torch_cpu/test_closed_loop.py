@@ -19,13 +19,13 @@ def profile_with(monkeypatch: pytest.MonkeyPatch, excess: float) -> Profile:
     true = leanstep.profile(model, batch, loss, optimizer=optimizer)
     more = int(excess * true.peak_bytes)
 
-    def too_high(step):
-        found = api.profile_step(step)
+    def too_high(step, engine, *, exact):
+        found = api.profile_for(step, engine, exact=exact)
         return dataclasses.replace(
             found, slack_bytes=found.slack_bytes + more, peak_bytes=found.peak_bytes + more
         )
 
-    monkeypatch.setattr(fitter, "profile_step", too_high)
+    monkeypatch.setattr(fitter, "profile_for", too_high)
     return true
 
 
