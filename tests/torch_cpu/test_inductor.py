@@ -481,3 +481,26 @@ def test_hooks_that_park_do_not_compile_anew(profiled, monkeypatch):
         step_of(model, batch)
     applied.remove()
     assert captured == []
+
+
+@pytest.mark.parametrize("what", ["weight", "input", "output"])
+def test_a_write_to_what_an_offloading_block_saved_raises_as_in_autograd(
+    profiled, monkeypatch, what
+):
+    model, batch, profile = profiled
+    monkeypatch.setattr("leanstep.planner.offload.LEAST_BYTES", 1)
+    plan = leanstep.plan(with_link(profile), "85%")
+    number = next(n for n, decision in enumerate(plan.decisions) if decision.offload)
+    block = model.blocks[number]
+    seen = {"weight": block.norm.weight}
+    hook = block.register_forward_hook(
+        lambda module, args, out: seen.update(input=args[0], output=out)
+    )
+    applied = leanstep.apply(model, plan)
+    loss = model(batch)
+    with torch.no_grad():
+        seen[what].add_(0)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace|changed in place"):
+        loss.backward()
+    applied.remove()
+    hook.remove()

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from leanstep.engines.observer import Observer
-from leanstep.engines.recording import look_at
+from leanstep.engines.ready import Source
+from leanstep.engines.recording import look_at, without_history
 from leanstep.ir import Offload, Plan
 from leanstep.ir.form import save_key
 from leanstep.recorder.values import has_storage
@@ -54,8 +55,9 @@ class _Lane:
 
     def back(self, sources: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, Done]]:
         """Copy bytes to the device, one after the other."""
-        looks = {"dtype": torch.uint8, "device": self.device}
-        targets = [torch.empty(source.numel(), **looks) for source in sources]
+        targets = [
+            torch.empty(source.numel(), dtype=torch.uint8, device=self.device) for source in sources
+        ]
         return list(self._copies(sources, targets, self._back if self.is_async else None))
 
     def give_back(self, buffer: torch.Tensor) -> None:
@@ -241,16 +243,20 @@ class Spaces:
 
 
 def parking_hooks(spaces: Spaces) -> AbstractContextManager[Any]:
-    """Hooks that park what a compiled call saves; a key is the number of the save."""
+    """Hooks that park what a compiled call saves; a key is the number of the save.
+
+    All that it saves is watched: hooks switch off autograd's own check for writes.
+    """
     numbers = itertools.count()
 
     def pack(tensor: torch.Tensor) -> Any:
         key = save_key(next(numbers))
-        if not spaces.names(key) or not has_storage(tensor):
+        if not has_storage(tensor):
             return tensor
-        spaces.park(tensor, key)
+        if spaces.names(key):
+            spaces.park(tensor, key)
         parked = spaces.find(tensor)
-        return tensor if parked is None else ParkedSource(parked, tensor)
+        return Source(without_history(tensor)) if parked is None else ParkedSource(parked, tensor)
 
     def unpack(packed: Any) -> torch.Tensor:
         tensor: torch.Tensor = packed if isinstance(packed, torch.Tensor) else packed.tensor()
