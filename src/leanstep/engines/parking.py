@@ -18,19 +18,23 @@ from typing import Any
 import torch
 
 from leanstep.engines.observer import Observer
+from leanstep.engines.ready import Source
 from leanstep.engines.recording import look_at, without_history
 from leanstep.ir import Offload, Plan
 from leanstep.ir.decision import INPUT
 from leanstep.ir.form import save_key
 from leanstep.recorder.values import has_storage
-from leanstep.torch_private import past_every_mode, storage_address, tree_leaves, version
+from leanstep.torch_private import (
+    detached,
+    past_every_mode,
+    storage_address,
+    tree_leaves,
+    version,
+)
 from leanstep.truth import allocated_bytes
 
 # When copies are done; on the CPU they are at once.
 Done = torch.cuda.Event | None
-
-# The version of a storage that stays where it is.
-_STAYS = -1
 
 
 class _Lane:
@@ -91,42 +95,54 @@ class _Lane:
 class Parked:
     """One storage: on the device, on the host, or both."""
 
-    __slots__ = ("__weakref__", "bytes", "coming", "host", "lane", "leaving", "tensor", "version")
+    __slots__ = (
+        *("__weakref__", "_has_left", "_tensor", "_version"),
+        *("bytes", "coming", "host", "lane", "leaving", "stays"),
+    )
 
     def __init__(self, lane: _Lane, tensor: torch.Tensor) -> None:
         self.lane = lane
-        # Shares the version counter of the saved tensor: a write to it is an error in backward.
-        self.tensor: torch.Tensor | None = without_history(tensor)
-        self.version = version(tensor)
+        # A tensor of our own, that counts the writes to the saved one: also when it is empty.
+        self._tensor = detached(tensor)
+        self._version = version(tensor)
+        self._has_left = self.stays = False
         self.host: torch.Tensor | None = None
         self.bytes: torch.Tensor | None = None
         self.leaving: Done = None
         self.coming: Done = None
 
     @property
-    def is_as_it_was(self) -> bool:
-        """Whether the storage is on the device and nobody has written it."""
-        return self.tensor is not None and version(self.tensor) == self.version
+    def may_leave(self) -> bool:
+        """Whether the storage is on the device, and nobody has written it."""
+        is_settled = not self.stays and version(self._tensor) == self._version
+        return is_settled and not self._has_left
 
-    def stay(self) -> None:
-        """Do not leave the device after all: somebody writes it."""
-        self.version = _STAYS
+    @property
+    def is_gone(self) -> bool:
+        """Whether the storage is on the host alone."""
+        return self._has_left and self.bytes is None
+
+    def whole(self) -> torch.Tensor:
+        """The storage as bytes, before it has left."""
+        return _bytes_of(self._tensor)
 
     def leave(self) -> None:
         """Let the device's storage go, once it is copied."""
-        if self.host is not None and self.is_as_it_was:
+        if self.host is not None and self.may_leave:
             self._wait_for_copies()
-            self.tensor = None
+            with past_every_mode():
+                self._tensor.data = self._tensor.new_empty(0)
+            self._has_left = True
 
     def storage(self, block_name: str) -> torch.Tensor:
-        """A tensor on the device with the storage."""
-        if self.tensor is not None:
-            if self.version not in (_STAYS, version(self.tensor)):
-                raise RuntimeError(
-                    f"leanstep: a tensor that {block_name} needs for backward was changed in place "
-                    "after its forward, so gradients cannot be computed. Change it out of place."
-                )
-            return self.tensor
+        """A tensor on the device with the storage, if nobody has written the saved tensor since."""
+        if version(self._tensor) != self._version:
+            raise RuntimeError(
+                f"leanstep: a tensor that {block_name} needs for backward was changed in place "
+                "after its forward, so gradients cannot be computed. Change it out of place."
+            )
+        if not self._has_left:
+            return self._tensor
         fetch([self])
         self._wait_for_copies()
         assert self.bytes is not None
@@ -146,17 +162,16 @@ class Parked:
 
 def send(parked: Iterable[Parked]) -> None:
     """Begin to copy storages to the host: one after the other, on their own stream."""
-    for lane, own in _by_lane(one for one in parked if one.is_as_it_was).items():
+    for lane, own in _by_lane(one for one in parked if one.may_leave).items():
         with past_every_mode(), torch.no_grad():
-            copies = lane.out([_bytes_of(one.tensor) for one in own if one.tensor is not None])
+            copies = lane.out([one.whole() for one in own])
         for one, (host, done) in zip(own, copies, strict=True):
             one.host, one.leaving = host, done
 
 
 def fetch(parked: Iterable[Parked]) -> None:
     """Begin to copy storages back to the device, those that have left it."""
-    gone = (one for one in parked if one.tensor is None and one.bytes is None)
-    for lane, own in _by_lane(gone).items():
+    for lane, own in _by_lane(one for one in parked if one.is_gone).items():
         with past_every_mode(), torch.no_grad():
             copies = lane.back([one.host for one in own if one.host is not None])
         for one, (found, done) in zip(own, copies, strict=True):
@@ -190,7 +205,7 @@ class ParkedSource:
 
     def unchanged(self, block_name: str) -> torch.Tensor:
         """The tensor, brought back."""
-        tensor = self._look.of(self._parked.storage(block_name))
+        tensor = self._look.anew(self._parked.storage(block_name))
         if self._observer is not None:
             what = f"a tensor of {'×'.join(map(str, self._look.size))} that was on the host"
             self._observer.compare(block_name, what, self._seen, tensor)
@@ -248,7 +263,10 @@ class Spaces:
 
 
 def parking_hooks(spaces: Spaces) -> AbstractContextManager[Any]:
-    """Hooks that park what a compiled call saves; a key is the number of the save."""
+    """Hooks that park what a compiled call saves; a key is the number of the save.
+
+    All that it saves is watched: hooks switch off autograd's own check for writes.
+    """
     numbers = itertools.count()
 
     def pack(tensor: torch.Tensor) -> Any:
@@ -258,7 +276,7 @@ def parking_hooks(spaces: Spaces) -> AbstractContextManager[Any]:
         if spaces.names(key):
             spaces.park(tensor, key)
         parked = spaces.find(tensor)
-        return tensor if parked is None else ParkedSource(parked, tensor)
+        return Source(without_history(tensor)) if parked is None else ParkedSource(parked, tensor)
 
     def unpack(packed: Any) -> torch.Tensor:
         tensor: torch.Tensor = packed if isinstance(packed, torch.Tensor) else packed.tensor()

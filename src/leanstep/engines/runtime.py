@@ -209,7 +209,8 @@ class BlockRuntime:
         """Run a call as compiled code, or where there is none, as a whole that runs twice."""
         block = self.compiled[place]
         assert block is not None, "a compiled block has a form"
-        spaces = self._spaces(place, args, kwargs)
+        # Ours would stand before hooks of the user's, who mean to drop or to move what is saved.
+        spaces = None if saving_hooks_are_set() else self._spaces(place, args, kwargs)
         out, reason = block.run(module, args, kwargs, spaces)
         if spaces is not None:
             spaces.close()
