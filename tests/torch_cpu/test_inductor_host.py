@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 import leanstep  # noqa: E402
 from leanstep import torch_compiler  # noqa: E402
 from leanstep.engines import inductor  # noqa: E402
+from leanstep.engines.attach import is_attached  # noqa: E402
 from leanstep.forms import compiled as forms_compiled  # noqa: E402
 from leanstep.ir import Engine, Offload  # noqa: E402
 from leanstep.ir.form import save_key  # noqa: E402
@@ -98,3 +99,25 @@ def test_hooks_of_the_user_s_see_what_would_wait_on_the_host(profiled):
             model(batch).backward()
         applied.remove()
     assert seen["bare"] == seen["offloading"] != []
+
+
+def test_the_unplanned_step_has_nothing_on_the_host(profiled):
+    model, batch, profile = profiled
+    applied = leanstep.apply(model, offloading(profile))
+    with applied.paused():
+        model(batch).backward()
+    assert not applied.rounds.lot._lanes
+    model(batch).backward()
+    assert applied.rounds.lot._lanes
+    applied.remove()
+
+
+def test_a_plan_set_aside_makes_room_for_another(profiled):
+    model, _, profile = profiled
+    first = leanstep.apply(model, offloading(profile))
+    first.set_aside()
+    leanstep.apply(model, offloading(profile)).remove()
+    first.resume()
+    assert all(map(is_attached, model.blocks))
+    first.remove()
+    assert not any(map(is_attached, model.blocks))
