@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from leanstep.engines import parking
+
 writes = SimpleNamespace(first=None, how="")
 
 
@@ -99,3 +101,86 @@ def test_conjugates_come_back_from_the_host(lab) -> None:
     got = case.train(model, 4)
     applied.remove()
     assert lab.different(expected, got) == []
+
+
+def test_what_never_comes_to_backward_leaves_nothing_behind(lab) -> None:
+    case = lab.Case(lambda: lab.stack_of(written_inside, 3))
+    model, applied = case.fitted(lab.REPLAY, kept, offloads=True)
+    lot = applied.rounds.lot
+    for _ in range(3):
+        lab.mean_square(model, case.batch)
+        assert not any(map(len, lot._coming.values()))
+    for number in range(1, 9):
+        lab.mean_square(model, lab.rows()[: 4 * number]).backward()
+    (lane,) = lot._lanes.values()
+    assert len(lane._spare) == 1, "buffers of other sizes are given back"
+    applied.remove()
+
+
+class Stream:
+    """Stands for a stream of a GPU: the events that it has waited for, and that are in it."""
+
+    current = None
+
+    def __init__(self, device=None):
+        self.past = set()
+
+    def wait_stream(self, other):
+        self.past |= other.past
+
+    def wait_event(self, event):
+        self.past |= event
+
+    def record_event(self):
+        self.past |= {object()}
+        return frozenset(self.past)
+
+    def __enter__(self):
+        self.before, Stream.current = Stream.current, self
+
+    def __exit__(self, *_):
+        Stream.current = self.before
+
+
+@pytest.fixture
+def lane(monkeypatch):
+    """A lane of a GPU that is not there; its memory notes the stream it is taken on."""
+    taken_on = []
+    empty = torch.empty
+
+    def taken(*sizes, pin_memory=False, **looks):
+        if sizes != (0,):
+            taken_on.append("host" if pin_memory else Stream.current)
+        return empty(*sizes, **looks)
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    found = parking._Lane(torch.device("cpu"), Stream())
+    found.taken_on = taken_on
+    monkeypatch.setattr(torch, "empty", taken)
+    return found
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_all_memory_is_the_main_stream_s_wherever_it_is_let_go(lane, is_asked) -> None:
+    saved = torch.arange(8.0)
+    parked = parking.Parked(lane, saved)
+    with Stream():
+        parking.send([parked])
+        assert not parked.leaving <= lane._main.past
+        leaving = parked.leaving
+        parked.leave()
+        assert leaving <= lane._main.past
+        parking.fetch([parked])
+        coming, host = parked.coming, parked.host
+        assert leaving < coming and not coming <= lane._main.past
+        if is_asked:
+            assert torch.equal(parked.storage("it").view(torch.float32), saved)
+            assert coming <= lane._main.past
+        del parked
+    assert coming <= lane._main.past
+    assert lane.taken_on == ["host", lane._main]
+
+    again = parking.Parked(lane, saved)
+    parking.send([again])
+    assert again.host is host and coming <= again.leaving, "the last reader was waited for"

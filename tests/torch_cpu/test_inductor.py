@@ -17,8 +17,7 @@ from leanstep import models, torch_compiler  # noqa: E402
 from leanstep.engines import inductor  # noqa: E402
 from leanstep.engines.attach import detach, is_attached, original_class  # noqa: E402
 from leanstep.forms import compiled as forms_compiled  # noqa: E402
-from leanstep.ir import Engine, Link, Offload  # noqa: E402
-from leanstep.ir.form import save_key  # noqa: E402
+from leanstep.ir import Engine, Link  # noqa: E402
 from leanstep.ir.plan import check_plan  # noqa: E402
 from leanstep.simulator import simulate  # noqa: E402
 
@@ -454,7 +453,7 @@ def test_what_compiled_blocks_keep_may_wait_on_the_host(profiled, monkeypatch):
     model, batch, profile = profiled
     monkeypatch.setattr("leanstep.planner.offload.LEAST_BYTES", 1)
     linked = with_link(profile)
-    plan = leanstep.plan(linked, "85%")
+    plan = leanstep.plan(linked, "94%")
     assert plan.host_bytes > 0
     assert any(decision.offload for decision in plan.decisions)
     check_plan(plan)
@@ -471,7 +470,7 @@ def test_what_compiled_blocks_keep_may_wait_on_the_host(profiled, monkeypatch):
 def test_hooks_that_park_do_not_compile_anew(profiled, monkeypatch):
     model, batch, profile = profiled
     monkeypatch.setattr("leanstep.planner.offload.LEAST_BYTES", 1)
-    plan = leanstep.plan(with_link(profile), "85%")
+    plan = leanstep.plan(with_link(profile), "94%")
     applied = leanstep.apply(model, plan)
     step_of(model, batch)
     captured = []
@@ -482,50 +481,3 @@ def test_hooks_that_park_do_not_compile_anew(profiled, monkeypatch):
         step_of(model, batch)
     applied.remove()
     assert captured == []
-
-
-def offloading(profile):
-    """A plan in which every call but the last has all that it keeps wait on the host."""
-    plan = leanstep.plan(profile, "100%")
-    *others, last = (replace(decision, engine=Engine.INDUCTOR) for decision in plan.decisions)
-    (kind,) = profile.kinds
-    saves = list(enumerate(kind.unplanned.saves))
-    entries = tuple(Offload(save_key(n), nbytes, 0, 1) for n, nbytes in saves if nbytes)
-    named = {"form": kind.unplanned.name}
-    moved = (replace(decision, offload=entries, **named) for decision in others)
-    return replace(plan, decisions=(*moved, replace(last, **named)))
-
-
-@pytest.mark.parametrize("what", ["weight", "input", "output"])
-def test_a_write_to_what_an_offloading_block_saved_raises_as_in_autograd(profiled, what):
-    model, batch, profile = profiled
-    block = model.blocks[0]
-    seen = {"weight": block.norm.weight}
-    hook = block.register_forward_hook(
-        lambda module, args, out: seen.update(input=args[0], output=out)
-    )
-    applied = leanstep.apply(model, offloading(profile))
-    loss = model(batch)
-    with torch.no_grad():
-        seen[what].add_(0)
-    with pytest.raises(RuntimeError, match=r"modified by an inplace|changed in place"):
-        loss.backward()
-    applied.remove()
-    hook.remove()
-
-
-def test_hooks_of_the_user_s_see_what_would_wait_on_the_host(profiled):
-    model, batch, profile = profiled
-    plan = offloading(profile)
-    bare = replace(plan, decisions=tuple(replace(d, offload=()) for d in plan.decisions))
-    seen = {}
-    for name, one in (("bare", bare), ("offloading", plan)):
-        found = seen[name] = []
-        applied = leanstep.apply(model, one)
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor, found=found: (found.append(tensor.shape), tensor)[1],
-            lambda tensor: tensor,
-        ):
-            model(batch).backward()
-        applied.remove()
-    assert seen["bare"] == seen["offloading"] != []

@@ -38,29 +38,34 @@ Done = torch.cuda.Event | None
 
 
 class _Lane:
-    """Copies between one device and the host, each way on a stream of its own.
+    """Copies between one stream of a device, the main one here, and the host.
 
-    On the CPU there is no link: a copy is a copy, made at once.
+    Each way has a stream of its own. All memory of the device belongs to the main stream, and
+    waiting is that stream's: whichever thread lets go of a storage, and wherever that thread works,
+    nothing is handed out again while a copy reads or writes it. On the CPU there is no link: a copy
+    is a copy, made at once.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.is_async = device.type == "cuda"
-        if self.is_async:
+    def __init__(self, device: torch.device, main: torch.cuda.Stream | None) -> None:
+        self.device, self._main = device, main
+        self._out = self._back = None
+        if main is not None:
             self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._spare: dict[int, list[torch.Tensor]] = {}
 
     def out(self, sources: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, Done]]:
         """Copy bytes to the host, one after the other."""
         targets = [self._buffer(source.numel()) for source in sources]
-        return list(self._copies(sources, targets, self._out if self.is_async else None))
+        return list(self._copies(sources, targets, self._out))
 
     def back(self, sources: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, Done]]:
         """Copy bytes to the device, one after the other."""
-        targets = [
-            torch.empty(source.numel(), dtype=torch.uint8, device=self.device) for source in sources
-        ]
-        return list(self._copies(sources, targets, self._back if self.is_async else None))
+        with _on(self._main):
+            targets = [
+                torch.empty(source.numel(), dtype=torch.uint8, device=self.device)
+                for source in sources
+            ]
+        return list(self._copies(sources, targets, self._back))
 
     def give_back(self, buffer: torch.Tensor) -> None:
         """Take pinned memory that is no longer read: the next step wants as much."""
@@ -68,13 +73,15 @@ class _Lane:
 
     def wait(self, done: Done) -> None:
         """Let the main stream wait for copies."""
-        if done is not None:
-            torch.cuda.current_stream(self.device).wait_event(done)
+        if done is not None and self._main is not None:
+            self._main.wait_event(done)
 
     def _buffer(self, num_bytes: int) -> torch.Tensor:
         if spare := self._spare.get(num_bytes):
             return spare.pop()
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.is_async)
+        # Batches of many sizes shall not pile up; what torch takes back it hands out again.
+        self._spare.clear()
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._main is not None)
 
     def _copies(
         self,
@@ -83,13 +90,18 @@ class _Lane:
         stream: torch.cuda.Stream | None,
     ) -> Iterator[tuple[torch.Tensor, Done]]:
         # Also orders the streams where a buffer is used again: its last reader was waited for.
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(self.device))
-        with nullcontext() if stream is None else torch.cuda.stream(stream):
+        if stream is not None and self._main is not None:
+            stream.wait_stream(self._main)
+        with _on(stream):
             for source, target in zip(sources, targets, strict=True):
                 target.copy_(source, non_blocking=True)
                 # Each is waited for alone: the first may have to be gone long before the last.
                 yield target, None if stream is None else stream.record_event()
+
+
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+    """Work on a stream, where there are streams."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 class Parked:
@@ -285,7 +297,8 @@ def parking_hooks(spaces: Spaces) -> AbstractContextManager[Any]:
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-_Waiting = dict[int, list[weakref.ref[Parked]]]
+# What a call does something about, in the order it was parked.
+_Waiting = dict[int, weakref.WeakValueDictionary[int, Parked]]
 
 
 class Lot:
@@ -296,10 +309,11 @@ class Lot:
 
     def __init__(self, plan: Plan) -> None:
         entries = [(place, e) for place, d in enumerate(plan.decisions) for e in d.offload]
-        self._sent: _Waiting = {place: [] for place, _ in entries}
-        self._leaving: _Waiting = {place + entry.release: [] for place, entry in entries}
-        self._coming: _Waiting = {place + entry.fetch: [] for place, entry in entries}
-        self._lanes: dict[torch.device, _Lane] = {}
+        self._sent = _waiting(place for place, _ in entries)
+        self._leaving = _waiting(place + entry.release for place, entry in entries)
+        self._coming = _waiting(place + entry.fetch for place, entry in entries)
+        self._lanes: dict[torch.device | torch.cuda.Stream, _Lane] = {}
+        self._numbers = itertools.count()
 
     def needs(self, place: int) -> bool:
         """Whether something leaves or comes back with a call."""
@@ -307,41 +321,49 @@ class Lot:
 
     def park(self, tensor: torch.Tensor, place: int, entry: Offload) -> Parked:
         """Let a tensor's storage be copied to the host when its call has ended."""
-        lane = self._lanes.get(tensor.device)
-        if lane is None:
-            lane = self._lanes[tensor.device] = _Lane(tensor.device)
-        parked = Parked(lane, tensor)
-        for waiting, when in (
-            (self._sent, place),
-            (self._leaving, place + entry.release),
-            (self._coming, place + entry.fetch),
-        ):
-            waiting[when].append(weakref.ref(parked))
+        parked, number = Parked(self._lane(tensor.device), tensor), next(self._numbers)
+        self._sent[place][number] = parked
+        self._leaving[place + entry.release][number] = parked
+        self._coming[place + entry.fetch][number] = parked
         return parked
+
+    def _lane(self, device: torch.device) -> _Lane:
+        """The copies of the stream that runs now: backward will run there too."""
+        main = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        lane = self._lanes.get(main or device)
+        if lane is None:
+            lane = self._lanes[main or device] = _Lane(device, main)
+        return lane
 
     def call_ended(self, place: int, out: Any, on_backward: Callable[[], None]) -> None:
         """Send what the call parked, let go what leaves now, and see backward come to it."""
-        send(_emptied(self._sent.get(place, [])))
-        for parked in _emptied(self._leaving.get(place, [])):
+        send(_emptied(self._sent, place))
+        for parked in _emptied(self._leaving, place):
             parked.leave()
         if place not in self._coming:
             return
 
         def entered(_: torch.Tensor) -> None:
             on_backward()
-            fetch(list(_emptied(self._coming[place])))
+            fetch(_emptied(self._coming, place))
 
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
                 leaf.register_hook(entered)
 
 
-def _emptied(entries: list[weakref.ref[Parked]]) -> Iterator[Parked]:
-    """Everything in a list that still lives; the list is then empty."""
-    while entries:
-        parked = entries.pop(0)()
-        if parked is not None:
-            yield parked
+def _waiting(places: Iterable[int]) -> _Waiting:
+    return {place: weakref.WeakValueDictionary() for place in places}
+
+
+def _emptied(waiting: _Waiting, place: int) -> list[Parked]:
+    """Everything that waits for a call and still lives; nothing waits for it then."""
+    entries = waiting.get(place)
+    if not entries:
+        return []
+    found = list(entries.values())
+    entries.clear()
+    return found
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
