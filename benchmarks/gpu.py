@@ -210,9 +210,8 @@ class Bench:
                 row = self.measure(peer)
             if "failed" not in row:
                 budgets[peer] = row.get("peak_bytes", int(0.6 * profile.peak_bytes))
-        variants = [(True, True)]
-        variants += [(False, True)] * options.inexact + [(True, False)] * options.without_offload
-        for engine, (exact, offload) in itertools.product(options.engines, variants):
+        for engine, variant in itertools.product(options.engines, options.variants):
+            exact, offload = variant != "inexact", variant != "no-offload"
             if engine == "inductor":
                 profile, profile_seconds = self.profiled(engine=engine, exact=exact)
                 self.note_forms(profile)
@@ -409,8 +408,9 @@ def arguments():
     run.add_argument("--peers", nargs="*", choices=PEERS, default=["checkpoint", "every2"])
     run.add_argument("--engines", nargs="*", default=["replay"])
     run.add_argument("--shares", nargs="*", type=int, default=[], help="budgets in %% of the peak")
-    run.add_argument("--inexact", action="store_true", help="also with exact=False")
-    run.add_argument("--without-offload", action="store_true", help="also with offload=False")
+    run.add_argument(
+        "--variants", nargs="*", choices=("exact", "inexact", "no-offload"), default=["exact"]
+    )
     run.add_argument("--warm", type=int, default=WARM, help="steps before those that are timed")
     run.add_argument("--timed", type=int, default=TIMED)
     run.add_argument("--json", type=Path, help="append rows to this file")
