@@ -274,27 +274,27 @@ class Spaces:
         self._arguments = ()
 
 
-def parking_hooks(spaces: Spaces) -> AbstractContextManager[Any]:
-    """Hooks that park what a compiled call saves; a key is the number of the save.
+# What stands for a tensor until backward asks for it, and who makes it: of the save of a number, or
+# of an argument.
+Kept = Source | ParkedSource
+Keep = Callable[[torch.Tensor, int | None], Kept]
 
-    All that it saves is watched: hooks switch off autograd's own check for writes.
-    """
-    numbers = itertools.count()
 
-    def pack(tensor: torch.Tensor) -> Any:
-        key = save_key(next(numbers))
-        if not has_storage(tensor):
-            return tensor
-        if spaces.names(key):
+def kept(tensor: torch.Tensor, number: int | None) -> Kept:
+    """Hold a tensor, and look for writes to it: hooks switch off autograd's own check."""
+    return Source(without_history(tensor))
+
+
+def kept_or_parked(spaces: Spaces) -> Keep:
+    """The same for a compiled call of whose saves some wait on the host: a number is a key."""
+
+    def keep(tensor: torch.Tensor, number: int | None) -> Kept:
+        if number is not None and spaces.names(key := save_key(number)):
             spaces.park(tensor, key)
         parked = spaces.find(tensor)
-        return Source(without_history(tensor)) if parked is None else ParkedSource(parked, tensor)
+        return kept(tensor, number) if parked is None else ParkedSource(parked, tensor)
 
-    def unpack(packed: Any) -> torch.Tensor:
-        tensor: torch.Tensor = packed if isinstance(packed, torch.Tensor) else packed.tensor()
-        return tensor
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+    return keep
 
 
 # What a call does something about, in the order it was parked.
