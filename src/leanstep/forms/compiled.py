@@ -25,7 +25,8 @@ from leanstep.truth import return_cached
 # Forms of a kind to compile: each takes seconds.
 MOST_FORMS = 8
 MOST_FORMS_OF_MANY = 6
-MOST_APART = 5
+# Of these rebuilt apart: some fewer, as the others are tried too.
+LESS_APART = 3
 MANY_KINDS = 6
 
 
@@ -72,7 +73,7 @@ def _kind(sighting: Sighting, device: torch.device, most: int, exact: bool) -> K
         raise MeasureError("its gradients differ from run to run")
     if exact:
         written = with_writing(joint, seconds, first.kept, device)
-        for candidate in candidates_apart(joint, written, first, MOST_APART):
+        for candidate in candidates_apart(joint, written, first, max(1, most - LESS_APART)):
             trials.add(candidate)
     for candidate in others:
         if not trials.add(candidate):
