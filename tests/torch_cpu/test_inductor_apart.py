@@ -10,7 +10,7 @@ from leanstep import torch_compiler  # noqa: E402
 from leanstep.engines.inductor import PRECISE, CompiledForm  # noqa: E402
 from leanstep.engines.joint import LostNodeError  # noqa: E402
 from leanstep.forms.capture import capture  # noqa: E402
-from leanstep.forms.cuts import Candidate, candidates_apart, unplanned  # noqa: E402
+from leanstep.forms.cuts import Candidate, candidates_apart, seeds_kept  # noqa: E402
 from leanstep.forms.kinds import Example  # noqa: E402
 from leanstep.forms.trial import Trial  # noqa: E402
 
@@ -51,7 +51,7 @@ def joint():
 
 def forms(found):
     """The unplanned form, and those that keep less and rebuild the rest."""
-    whole = unplanned(found)
+    whole = seeds_kept(found)
     first = Candidate("unplanned", whole, 10**9, 0.0)
     seconds = dict.fromkeys(found.forward, 1e-6)
     return whole, candidates_apart(found, seconds, first, 4)
@@ -139,7 +139,7 @@ def test_masks_are_drawn_again_from_their_seeds_and_not_kept(joint):
     masks = {n.name for n in found.nodes if str(n.target).startswith("aten.gt")}
     # Without Inductor's passes dropout is an op that must not run twice.
     if drawn:
-        assert drawn & set(unplanned(found)) and not masks & set(unplanned(found))
+        assert drawn & set(seeds_kept(found)) and not masks & set(seeds_kept(found))
 
 
 def test_what_must_not_run_twice_is_kept(joint):
