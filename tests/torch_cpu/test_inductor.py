@@ -456,7 +456,7 @@ def with_link(profile):
 
 def test_what_compiled_blocks_keep_may_wait_on_the_host(profiled, monkeypatch):
     model, batch, profile = profiled
-    monkeypatch.setattr("leanstep.planner.offload.LEAST_SECONDS", 0.0)
+    monkeypatch.setattr("leanstep.planner.whole.LEAST_SECONDS", 0.0)
     linked = with_link(profile)
     plan = leanstep.plan(linked, "94%")
     assert plan.host_bytes > 0
@@ -474,7 +474,7 @@ def test_what_compiled_blocks_keep_may_wait_on_the_host(profiled, monkeypatch):
 
 def test_hooks_that_park_do_not_compile_anew(profiled, monkeypatch):
     model, batch, profile = profiled
-    monkeypatch.setattr("leanstep.planner.offload.LEAST_SECONDS", 0.0)
+    monkeypatch.setattr("leanstep.planner.whole.LEAST_SECONDS", 0.0)
     plan = leanstep.plan(with_link(profile), "94%")
     applied = leanstep.apply(model, plan)
     step_of(model, batch)

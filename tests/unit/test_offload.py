@@ -6,9 +6,10 @@ import pytest
 
 from leanstep.errors import BudgetError, PlanError
 from leanstep.ir import Engine, Link, Plan, Profile
+from leanstep.ir.decision import INPUT
 from leanstep.ir.plan import check_plan
 from leanstep.planner import plan
-from leanstep.planner.offload import capacity_bytes
+from leanstep.planner.offload import LEAST_SECONDS, capacity_bytes
 from leanstep.simulator import simulate
 from leanstep.testing import Layer, chain_profile
 
@@ -112,3 +113,35 @@ def test_a_plan_that_moves_what_cannot_be_moved_is_refused() -> None:
         changed[place] = replace(changed[place], offload=(wrong,))
         with pytest.raises(PlanError, match="to the host"):
             check_plan(replace(found, decisions=tuple(changed)))
+
+
+def test_below_every_recomputation_the_inputs_of_blocks_go_to_the_host() -> None:
+    """With all that blocks made dropped, what they hold is what they were called with."""
+    with pytest.raises(BudgetError) as alone:
+        plan(steps(None), 1)
+
+    found = plan(steps(FAST), alone.value.floor_bytes - 8 * MIB)
+
+    moved = [entry.key for decision in found.decisions for entry in decision.offload]
+    assert INPUT in moved
+    assert found.peak_bytes == simulate(steps(FAST), found).peak_bytes
+    assert found.peak_bytes < alone.value.floor_bytes
+
+
+def test_a_copy_that_is_shorter_than_its_python_is_not_made() -> None:
+    least = int(LEAST_SECONDS * FAST.to_host)
+    found = plan(steps(FAST), "60%")
+
+    moved = [entry.nbytes for decision in found.decisions for entry in decision.offload]
+    assert moved and min(moved) >= least
+    # A link on which even the largest takes no time to speak of moves nothing that can be rebuilt.
+    quick = replace(FAST, to_host=1e13, from_host=1e13)
+    assert plan(steps(quick), "60%").host_bytes == 0
+
+
+def test_large_copies_come_first_within_a_call() -> None:
+    found = plan(steps(SLOW), "60%")
+
+    for decision in found.decisions:
+        sizes = [entry.nbytes for entry in decision.offload]
+        assert sizes == sorted(sizes, reverse=True)

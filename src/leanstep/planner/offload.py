@@ -27,7 +27,8 @@ from leanstep.planner.segments import Part
 from leanstep.simulator import shifted, timeline
 from leanstep.solvers.base import Bytes, Call, Choice, Problem, Solution
 
-# A copy costs the CPU about this long, whatever its size: it shall keep the link busy as long.
+# A copy costs the CPU about this long, whatever its size: where there is a choice, it shall keep
+# the link busy as long.
 LEAST_SECONDS = 1e-4
 
 # What of the measured rate is counted on: other traffic, and steps that run faster than measured.
@@ -74,17 +75,18 @@ def capacity_bytes(profile: Profile) -> int:
 
 
 def roomier(
-    profile: Profile, problem: Problem, parts: Sequence[Part], share: float
+    profile: Profile, problem: Problem, parts: Sequence[Part], share: float, least_seconds: float
 ) -> tuple[Problem, Callable[[Solution], Solution]]:
     """The problem as if each call had moved so much of the link's share to the host at once.
 
     A call's share is what the link takes while its forward runs. The other thing returned turns a
     solution of it into one of the problem itself; whether that really fits is another question.
     """
-    link = _link(profile)
-    own = _Offloader(profile, link, [(part, part.options.options[0]) for part in parts])
+    link, most = _link(profile), [(part, part.options.options[0]) for part in parts]
+    own = _Offloader(profile, link, most, least_seconds)
     # An input is held for replays, be it that autograd does not save it.
-    least = _Offloader(profile, link, [(part, part.options.options[-1]) for part in parts])
+    fewest = [(part, part.options.options[-1]) for part in parts]
+    least = _Offloader(profile, link, fewest, least_seconds)
     inputs = {one.call: one for one in least.candidates if one.key == INPUT}
     origins: dict[int, Choice] = {}
 
@@ -129,17 +131,21 @@ def _link(profile: Profile) -> Link:
 
 
 def find_offload(
-    profile: Profile, picked: Picked, budget_bytes: int
+    profile: Profile, picked: Picked, budget_bytes: int, least_seconds: float
 ) -> list[tuple[Offload, ...]] | None:
-    """What each call moves to the host so that the step fits; None where that is not enough."""
-    return _Offloader(profile, _link(profile), picked).fitting(budget_bytes)
+    """What each call moves to the host so that the step fits; None where that is not enough.
+
+    Nothing goes that takes the link less than so many seconds.
+    """
+    return _Offloader(profile, _link(profile), picked, least_seconds).fitting(budget_bytes)
 
 
 class _Offloader:
     """Find what to move for one selection of options."""
 
-    def __init__(self, profile: Profile, link: Link, picked: Picked) -> None:
+    def __init__(self, profile: Profile, link: Link, picked: Picked, least_seconds: float) -> None:
         self.profile, self.link, self.picked = profile, link, picked
+        self.least_bytes = least_seconds * link.to_host
         self.views = [part.view for part, _ in picked]
         line = timeline(profile, [option.effect(part.view) for part, option in picked])
         num_positions = len(profile.graph.ops) + 1
@@ -163,7 +169,7 @@ class _Offloader:
         return sum(one.nbytes for one in movable if one.storage not in choice.dropped)
 
     def _is_worth_it(self, candidate: _Candidate) -> bool:
-        return candidate.nbytes >= LEAST_SECONDS * self.link.to_host
+        return candidate.nbytes >= self.least_bytes
 
     def fitting(self, budget_bytes: int) -> list[tuple[Offload, ...]] | None:
         """The offloads that bring every level under the budget."""

@@ -8,7 +8,7 @@ from leanstep.errors import BudgetError
 from leanstep.ir import Engine, Kind, Offload, Plan, Profile
 from leanstep.ir.exclusion import left_out
 from leanstep.planner.lower import effects, lower
-from leanstep.planner.offload import capacity_bytes, find_offload, roomier
+from leanstep.planner.offload import LEAST_SECONDS, capacity_bytes, find_offload, roomier
 from leanstep.planner.options import CallOptions, Option, check_engine, check_profiled, hooked
 from leanstep.planner.overrides import Rule, parse_rules, unmet
 from leanstep.planner.segments import Part, Parts
@@ -19,11 +19,10 @@ from leanstep.solvers.registry import find_solver
 from leanstep.solvers.relaxation import relax
 from leanstep.units import parse_budget
 
-# How much of what the link could move is tried, each a solve, before none goes to the host.
-SHARES_OF_LINK = (1.0, 0.9, 0.8, 0.65, 0.5, 0.35, 0.2, 0.1)
-
-# Shares tried between the first that fits and the one before.
-FINER_SHARES = 2
+# How much of what the link could move is tried first; then halfway between what was too much and
+# what was not, as often as `MOST_SHARES` allows: each is a solve.
+FIRST_SHARES = (1.0, 0.9)
+MOST_SHARES = 5
 
 # Budgets tried for the least reachable peak with the host's help.
 FLOOR_TRIALS = 4
@@ -153,9 +152,12 @@ def plan_in(
     solution = found_solver.solve(space.problem, budget_bytes)
     answer = Answer(solution, space.picked(solution)) if solution.is_found else None
     if offload and (answer is None or answer.extra_seconds):
-        other = _with_more_room(space, found_solver, budget_bytes)
+        other = _with_more_room(space, found_solver, budget_bytes, LEAST_SECONDS)
         if other and (answer is None or other.extra_seconds < answer.extra_seconds):
             answer = other
+    if offload and answer is None:
+        # Many small copies are better than none.
+        answer = _with_more_room(space, found_solver, budget_bytes, 0.0)
     if answer is None:
         raise _budget_error(space, found_solver, budget_bytes, offload=offload)
     found = lower(
@@ -193,36 +195,42 @@ class Answer:
         return sum(option.seconds for _, option in self.picked)
 
 
-def _with_more_room(space: Space, solver: Solver, budget_bytes: int) -> Answer | None:
+def _with_more_room(
+    space: Space, solver: Solver, budget_bytes: int, least_seconds: float
+) -> Answer | None:
     """An answer that keeps more than fits, with as much moved to the host as it is over.
 
-    From what the link could move at best downwards to the first that really fits, and from there
-    back up in smaller steps.
+    As much as the link can move and still fits. Where nothing fits, all is dropped that can be, and
+    the rest moved.
     """
+    if not capacity_bytes(space.profile):
+        return None
 
     def solved(share: float) -> Solution:
-        problem, back = roomier(space.profile, space.problem, space.parts.alone, share)
+        parts = space.parts.alone
+        problem, back = roomier(space.profile, space.problem, parts, share, least_seconds)
         return back(solver.solve(problem, budget_bytes))
 
-    best, least, most = None, 0.0, 0.0
-    for least in SHARES_OF_LINK if capacity_bytes(space.profile) else ():
-        solution = solved(least)
-        best = _moved(space, solution, budget_bytes)
-        if best is not None or not solution.is_found:
+    best, fits, too_much = None, 0.0, 1.0
+    for trial in range(MOST_SHARES):
+        share = FIRST_SHARES[trial] if trial < len(FIRST_SHARES) else (fits + too_much) / 2
+        solution = solved(share)
+        if not solution.is_found:
             break
-        most = least
-    for _ in range(FINER_SHARES if best is not None and most else 0):
-        middle = (least + most) / 2
-        other = _moved(space, solved(middle), budget_bytes)
-        if other is None:
-            most = middle
+        answer = _moved(space, solution, budget_bytes, least_seconds)
+        if answer is None:
+            too_much = share
         else:
-            least = middle
-            best = min(best, other, key=lambda answer: answer.extra_seconds)
-    return best
+            fits = share
+            best = min(best or answer, answer, key=lambda one: one.extra_seconds)
+        if fits == 1.0:
+            break
+    return best or _moved(space, solver.lowest(space.problem), budget_bytes, least_seconds)
 
 
-def _moved(space: Space, solution: Solution, budget_bytes: int) -> Answer | None:
+def _moved(
+    space: Space, solution: Solution, budget_bytes: int, least_seconds: float
+) -> Answer | None:
     """The solution of a roomier problem, with what it is over moved to the host."""
     if not solution.is_found:
         return None
@@ -232,7 +240,7 @@ def _moved(space: Space, solution: Solution, budget_bytes: int) -> Answer | None
         (part, hooked(space.profile, part.view) if option.engine is Engine.UNTOUCHED else option)
         for part, option in picked
     ]
-    moved = find_offload(space.profile, with_hooks, budget_bytes)
+    moved = find_offload(space.profile, with_hooks, budget_bytes, least_seconds)
     if moved is None:
         return None
     rows = zip(picked, with_hooks, moved, strict=True)
@@ -292,7 +300,7 @@ def _lower_floor(space: Space, solver: Solver, floor_bytes: int) -> int:
     low = floor_bytes - capacity_bytes(space.profile)
     for _ in range(FLOOR_TRIALS if low < floor_bytes else 0):
         middle = (low + floor_bytes) // 2
-        if _with_more_room(space, solver, middle) is not None:
+        if _with_more_room(space, solver, middle, 0.0) is not None:
             floor_bytes = middle
         else:
             low = middle
