@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from leanstep.errors import BudgetError as BudgetError
 from leanstep.errors import LeanstepError as LeanstepError
+from leanstep.ir import MaxBatch as MaxBatch
 from leanstep.ir import Plan as Plan
 from leanstep.ir import Profile as Profile
+from leanstep.ir import Sweep as Sweep
 from leanstep.ir import Timeline as Timeline
 from leanstep.ir import Verdict as Verdict
 
@@ -26,6 +28,8 @@ if _TYPE_CHECKING:
     from leanstep.planner import frontier as frontier
     from leanstep.planner import plan as plan
     from leanstep.simulator import simulate as simulate
+    from leanstep.study import max_batch as max_batch
+    from leanstep.study import sweep as sweep
 
 __version__ = "0.1.0"
 
@@ -33,8 +37,10 @@ __all__ = [
     "BudgetError",
     "Fit",
     "LeanstepError",
+    "MaxBatch",
     "Plan",
     "Profile",
+    "Sweep",
     "Timeline",
     "Verdict",
     "__version__",
@@ -42,10 +48,12 @@ __all__ = [
     "fit",
     "frontier",
     "keep",
+    "max_batch",
     "plan",
     "profile",
     "recompute",
     "simulate",
+    "sweep",
     "verify",
 ]
 
@@ -55,10 +63,12 @@ _LAZY = {
     "fit": "leanstep.fitter",
     "frontier": "leanstep.planner",
     "keep": "leanstep.marks",
+    "max_batch": "leanstep.study",
     "plan": "leanstep.planner",
     "profile": "leanstep.api",
     "recompute": "leanstep.marks",
     "simulate": "leanstep.simulator",
+    "sweep": "leanstep.study",
     "verify": "leanstep.api",
 }
 

@@ -214,6 +214,11 @@ def format_change(share: float) -> str:
     return f"{share * 100:+.1f}%"
 
 
+def format_rate(per_second: float) -> str:
+    """Return how many a second: ``1070``, ``38.2``, ``0.51``."""
+    return _three_digits(per_second)
+
+
 def _in_binary_unit(num_bytes: int, hundredths: Callable[[int, int], int]) -> str:
     if num_bytes < 1024:
         return f"{num_bytes} B"

@@ -73,10 +73,12 @@ MAY_IMPORT = {
     "models": BASE | {"models"},
     "api": STAGES,
     "fitter": STAGES | {"api"},
+    "study": STAGES | {"api", "fitter", "models", "study"},
     "testing": PLANNER | {"testing"},
-    "__init__": STAGES | {"fitter", "api"},
+    "__init__": STAGES | {"fitter", "api", "study"},
     "integrations": {"integrations"},
-    "cli": {"cli"},
+    # The built-in models are a public room of their own.
+    "cli": {"cli", "models"},
     "__main__": {"cli"},
 }
 # They see what a user sees: `import leanstep`, or a public name from it.
@@ -84,7 +86,7 @@ GUESTS = {"integrations", "cli", "__main__"}
 TORCH = {
     *("recorder", "profiler", "imagine", "estimator", "engines", "models", "integrations"),
     *("verifier", "truth", "fitter", "state", "step", "torch_private", "testing", "api", "marks"),
-    *("eager", "owners", "generators", "torch_compiler", "forms"),
+    *("eager", "owners", "generators", "torch_compiler", "forms", "study"),
 }
 WITHOUT_TORCH = (
     "planner",

@@ -10,8 +10,10 @@ PUBLIC = [
     "BudgetError",
     "Fit",
     "LeanstepError",
+    "MaxBatch",
     "Plan",
     "Profile",
+    "Sweep",
     "Timeline",
     "Verdict",
     "__version__",
@@ -19,10 +21,12 @@ PUBLIC = [
     "fit",
     "frontier",
     "keep",
+    "max_batch",
     "plan",
     "profile",
     "recompute",
     "simulate",
+    "sweep",
     "verify",
 ]
 

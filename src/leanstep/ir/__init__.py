@@ -31,6 +31,10 @@ from leanstep.ir.profile import Cost as Cost
 from leanstep.ir.profile import Link as Link
 from leanstep.ir.profile import Profile as Profile
 from leanstep.ir.profile import RecipeCost as RecipeCost
+from leanstep.ir.study import MaxBatch as MaxBatch
+from leanstep.ir.study import Reading as Reading
+from leanstep.ir.study import Sweep as Sweep
+from leanstep.ir.study import Trial as Trial
 from leanstep.ir.timeline import Point as Point
 from leanstep.ir.timeline import Timeline as Timeline
 from leanstep.ir.verdict import Verdict as Verdict

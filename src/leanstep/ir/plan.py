@@ -2,11 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Self
 
 from leanstep.errors import PlanError
-from leanstep.ir import codec
+from leanstep.ir.codec import Saved
 from leanstep.ir.decision import Decision, Engine
 from leanstep.ir.explanation import Explanation, group
 from leanstep.ir.form import Kind
@@ -15,7 +13,7 @@ from leanstep.ir.peak import Peak
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Saved):
     """One decision for each block call, and what the simulator says of them together.
 
     `bound_seconds` is a proved lower bound on the extra seconds of any plan in the same space,
@@ -83,16 +81,9 @@ class Plan:
             groups=group(self.decisions),
         )
 
-    def save(self, path: str | Path) -> None:
-        """Write the plan as JSON."""
-        codec.save(self, Path(path))
-
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Read a plan that `save` wrote."""
-        plan = codec.load(cls, Path(path))
-        check_plan(plan)
-        return plan
+    def check(self) -> None:
+        """Raise PlanError unless the plan is one that can be applied."""
+        check_plan(self)
 
 
 def check_plan(plan: Plan) -> None:

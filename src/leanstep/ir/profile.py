@@ -1,11 +1,9 @@
 """What the profiler found out about one training step on one device."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Self
 
-from leanstep.ir import codec
 from leanstep.ir.check import check_blocks, check_graph
+from leanstep.ir.codec import Saved
 from leanstep.ir.decision import Engine
 from leanstep.ir.exclusion import Exclusion
 from leanstep.ir.form import Kind
@@ -55,7 +53,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class Profile(Saved):
     """The recorded step with its blocks and measured costs.
 
     `step_seconds` is the untouched step's time on the device. `other_bytes` is what else was
@@ -116,14 +114,7 @@ class Profile:
         """Whether an engine must not run a block call."""
         return any(one.engine is engine and one.covers(block) for one in self.exclusions)
 
-    def save(self, path: str | Path) -> None:
-        """Write the profile as JSON."""
-        codec.save(self, Path(path))
-
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Read a profile that `save` wrote."""
-        profile = codec.load(cls, Path(path))
-        check_graph(profile.graph)
-        check_blocks(profile.graph, profile.blocks)
-        return profile
+    def check(self) -> None:
+        """Raise unless the graph and its blocks obey their rules."""
+        check_graph(self.graph)
+        check_blocks(self.graph, self.blocks)
