@@ -73,9 +73,10 @@ MAY_IMPORT = {
     "models": BASE | {"models"},
     "api": STAGES,
     "fitter": STAGES | {"api"},
+    "checkup": PLANNER | RECORDER | {"profiler"},
     "study": STAGES | {"api", "fitter", "models", "study"},
     "testing": PLANNER | {"testing"},
-    "__init__": STAGES | {"fitter", "api", "study"},
+    "__init__": STAGES | {"fitter", "api", "study", "checkup"},
     "integrations": {"integrations"},
     # The built-in models are a public room of their own.
     "cli": {"cli", "models"},
@@ -86,7 +87,7 @@ GUESTS = {"integrations", "cli", "__main__"}
 TORCH = {
     *("recorder", "profiler", "imagine", "estimator", "engines", "models", "integrations"),
     *("verifier", "truth", "fitter", "state", "step", "torch_private", "testing", "api", "marks"),
-    *("eager", "owners", "generators", "torch_compiler", "forms", "study"),
+    *("eager", "owners", "generators", "torch_compiler", "forms", "study", "checkup"),
 }
 WITHOUT_TORCH = (
     "planner",

@@ -1,5 +1,7 @@
 """The nouns that pass between stages: frozen values of the standard library, saved as JSON."""
 
+from leanstep.ir.checkup import Checkup as Checkup
+from leanstep.ir.checkup import Finding as Finding
 from leanstep.ir.decision import Decision as Decision
 from leanstep.ir.decision import Engine as Engine
 from leanstep.ir.decision import Offload as Offload
@@ -24,6 +26,8 @@ from leanstep.ir.graph import Unpack as Unpack
 from leanstep.ir.graph import Value as Value
 from leanstep.ir.identity import Identity as Identity
 from leanstep.ir.identity import TensorLook as TensorLook
+from leanstep.ir.load import load as load
+from leanstep.ir.memory import MemoryCurve as MemoryCurve
 from leanstep.ir.peak import Holder as Holder
 from leanstep.ir.peak import Peak as Peak
 from leanstep.ir.plan import Plan as Plan

@@ -10,6 +10,7 @@ from leanstep.ir.explanation import Explanation, group
 from leanstep.ir.form import Kind
 from leanstep.ir.identity import Identity
 from leanstep.ir.peak import Peak
+from leanstep.units import format_percent, format_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,14 @@ class Plan(Saved):
             unplanned=self.unplanned_peak,
             groups=group(self.decisions),
         )
+
+    def __str__(self) -> str:
+        """What is planned, block by block; `explain()` says it op by op."""
+        proof = (
+            f"at most {format_percent(self.gap)} from the least extra time of any such plan "
+            f"(proved bound {format_seconds(self.bound_seconds)})"
+        )
+        return "\n".join([self.explain().brief(), "", proof, *self.notes])
 
     def check(self) -> None:
         """Raise PlanError unless the plan is one that can be applied."""

@@ -9,6 +9,8 @@ from leanstep.ir.exclusion import Exclusion
 from leanstep.ir.form import Kind
 from leanstep.ir.graph import Block, Graph
 from leanstep.ir.identity import Identity
+from leanstep.ir.text import table
+from leanstep.units import format_bytes, format_seconds
 
 # The CPU time of a replayed op, and of a planned call of a block with all that it saves, in units
 # of the time that issuing one op of the untouched step takes. Guessed for a GPU from what a CPU
@@ -113,6 +115,17 @@ class Profile(Saved):
     def excludes(self, block: Block, engine: Engine) -> bool:
         """Whether an engine must not run a block call."""
         return any(one.engine is engine and one.covers(block) for one in self.exclusions)
+
+    def __str__(self) -> str:
+        """What a person wants to know first: the peak, the time, and where they come from."""
+        device = f"{self.device} (estimated)" if self.estimated else self.device
+        rows = [
+            ("peak memory", format_bytes(self.peak_bytes)),
+            ("step time", format_seconds(self.step_seconds)),
+            ("recorded", f"{len(self.graph.ops)} ops, {len(self.blocks)} block calls"),
+        ]
+        title = f"{self.model} · {device} · torch {self.torch_version}"
+        return "\n".join([title, "", *table(rows, left=(0, 1)), "", *self.notes]).rstrip()
 
     def check(self) -> None:
         """Raise unless the graph and its blocks obey their rules."""

@@ -30,8 +30,10 @@ class Target:
 
     def __call__(self, batch: int | None = None) -> Any:
         """Make what a training step needs."""
-        own = dict(self.options)
-        return self.function(**(own if batch is None else {**own, "batch": batch}))
+        if batch is not None:
+            sized = {**dict(self.options), "batch": batch}
+            return _checked(replace(self, options=tuple(sized.items())))()
+        return self.function(**dict(self.options))
 
     @property
     def is_built_in(self) -> bool:

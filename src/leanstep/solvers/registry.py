@@ -55,6 +55,12 @@ def find_solver(solver: str | Solver) -> Solver:
     raise InputError(f"no solver is called {solver!r}{hint}")
 
 
+def solver_names() -> tuple[str, ...]:
+    """The names of all solvers, those of installed packages last."""
+    plug_ins = sorted(entry.name for entry in entry_points(group=GROUP))
+    return (*(solver.name for solver in SOLVERS), *plug_ins)
+
+
 def _loaded(entry: EntryPoint) -> Solver:
     owner = entry.dist.name if entry.dist is not None else entry.value
     name = f"the solver {entry.name!r} of {owner}"
