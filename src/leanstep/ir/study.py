@@ -25,7 +25,8 @@ class Trial:
 
     Without a plan that fits, `planned` is None and `floor_bytes` the least peak that a plan
     reaches. Where the trial came to no figures at all, `failure` says why. `equal` says whether
-    every number of the planned step was that of the untouched one; None where none was compared.
+    every number of the planned step was bit for bit that of the untouched one, or (false) some were
+    within the spread that this has from run to run; None where none was compared.
     `device` is what the figures are about.
     """
 
@@ -178,8 +179,10 @@ def _closing(study: Sweep | MaxBatch) -> Iterator[str]:
         yield f"{study.gain:.2f} × the batch, {format_change(study.extra_share)} time per sample"
     if any(is_predicted(trial) for trial in study.trials):
         yield "~ predicted, not measured"
-    if any(trial.equal for trial in study.trials):
-        yield "planned steps were compared with untouched ones: every number equal"
+    compared = [trial.equal for trial in study.trials if trial.equal is not None]
+    if compared:
+        how = "bit for bit" if all(compared) else "some within its own spread from run to run"
+        yield f"loss, gradients, buffers and random state: those of the untouched step, {how}"
     for trial in study.trials:
         if trial.failure:
             yield f"batch {trial.batch}: {trial.failure}"

@@ -26,6 +26,9 @@ _COLOURS = {
     Category.ACTIVATION: "#f4a261",
     Category.TEMPORARY: "#e76f51",
 }
+# What is thinner than a line is not drawn.
+_LEAST_SHARE = 0.001
+
 _UNTOUCHED, _PLANNED, _BUDGET = "#7f7f7f", "#1f77b4", "#c1121f"
 
 
@@ -46,6 +49,9 @@ def draw_memory(
     for axes, (name, curve) in zip(grid[:, 0], curves, strict=True):
         _draw_curve(axes, curve, scale)
         axes.set_ylabel(f"{name}, {unit}")
+        # Room for the names of the phases.
+        axes.set_ylim(0, 1.1 * highest / scale)
+        axes.set_xlim(0, 1000 * max(curve.starts[-1] for _, curve in curves))
         if budget_bytes is not None:
             axes.axhline(budget_bytes / scale, color=_BUDGET, linestyle="--", label="budget")
     axes.set_xlabel("time in the step, ms")
@@ -57,7 +63,8 @@ def draw_memory(
 
 def _draw_curve(axes: "Axes", curve: MemoryCurve, scale: int) -> None:
     layers = dict(curve.layers)
-    shown = [category for category in _COLOURS if category in layers]
+    visible = max(curve.totals) * _LEAST_SHARE
+    shown = [key for key in _COLOURS if key in layers and max(layers[key]) >= visible]
     # The last level is held to the step's end.
     milliseconds = [1000 * start for start in curve.starts]
     axes.stackplot(
@@ -70,8 +77,11 @@ def _draw_curve(axes: "Axes", curve: MemoryCurve, scale: int) -> None:
     for phase, start in curve.phase_starts:
         axes.axvline(1000 * start, color="black", linewidth=0.5, alpha=0.5)
         upright = axes.get_xaxis_transform()
-        axes.text(1000 * start, 0.98, f" {phase.value}", transform=upright, va="top", size=8)
-    axes.set_xlim(0, milliseconds[-1])
+        # The last phase is short: its name stands before it.
+        side = "right" if start > 0.85 * curve.starts[-1] else "left"
+        axes.text(
+            1000 * start, 0.98, f" {phase.value} ", transform=upright, va="top", ha=side, size=8
+        )
 
 
 def _held(levels: list[float]) -> list[float]:

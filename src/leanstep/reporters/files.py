@@ -28,8 +28,12 @@ def report(result: Saved, path: str | Path, *, plan: Plan | None = None) -> None
             before = memory_curve(result)
             after = None if plan is None else memory_curve(result, plan)
             budget_bytes = None if plan is None else plan.budget_bytes
-            draw_memory(before, after, budget_bytes, place, title=str(result.model))
+            draw_memory(before, after, budget_bytes, place, title=_title(result))
         case Sweep():
             draw_sweep(result, place)
         case _:
             raise InputError(f"a {type(result).__name__} has no figure: give a Profile or a Sweep")
+
+
+def _title(profile: Profile) -> str:
+    return f"{profile.model} · {profile.device}{' (estimated)' if profile.estimated else ''}"

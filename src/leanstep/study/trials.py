@@ -98,6 +98,6 @@ def _measured(conditions: Conditions, batch: int) -> Trial:
         batch,
         Reading(verdict.baseline_peak_bytes, verdict.baseline_seconds, verdict.baseline_fits),
         Reading(verdict.measured_peak_bytes, verdict.measured_seconds, measured=True),
-        equal=not verdict.different,
+        equal=verdict.exact,
         device=fitted.profile.device,
     )

@@ -1,0 +1,81 @@
+"""Figures: the curve that is drawn is the simulated step, and a file comes out."""
+
+from pathlib import Path
+
+import pytest
+
+from leanstep.errors import InputError
+from leanstep.ir import Category, Phase, Reading, Sweep, Trial
+from leanstep.planner import plan as make_plan
+from leanstep.reporters import report
+from leanstep.simulator import memory_curve, simulate
+from leanstep.testing import Layer, chain_profile
+
+PROFILE = chain_profile([[Layer(30_000), Layer(20_000)] for _ in range(6)])
+SWEEP = Sweep(
+    "bert",
+    "NVIDIA H200 (estimated)",
+    1 << 33,
+    "optimal",
+    (
+        Trial(8, Reading(1 << 32, 0.1, False), Reading(1 << 32, 0.1, False)),
+        Trial(16, Reading(1 << 34, 0.2, False), None, floor_bytes=1 << 35),
+    ),
+)
+MAGIC = {".png": b"\x89PNG", ".svg": b"<?xml"}
+
+
+def smaller_plan():
+    return make_plan(PROFILE, "90%")
+
+
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_categories_add_up_to_the_simulated_level_at_every_op(is_planned: bool) -> None:
+    plan = smaller_plan() if is_planned else None
+
+    curve, line = memory_curve(PROFILE, plan), simulate(PROFILE, plan)
+
+    assert curve.totals == tuple(point.peak_bytes for point in line.points)
+    assert max(curve.totals) == line.peak_bytes
+    at_peak = {key: levels[line.peak] for key, levels in curve.layers if levels[line.peak]}
+    assert at_peak == dict(line.at_peak)
+    assert all(min(levels) >= 0 for _, levels in curve.layers)
+    seconds = sum(point.seconds for point in line.points)
+    assert curve.starts[-1] == pytest.approx(seconds)
+
+
+def test_an_op_that_runs_again_belongs_to_backward() -> None:
+    plan = smaller_plan()
+    line = simulate(PROFILE, plan)
+    again = [place for place, point in enumerate(line.points) if point.replayed]
+
+    assert again
+    assert {memory_curve(PROFILE, plan).phases[place] for place in again} == {Phase.BACKWARD}
+
+
+def test_the_plan_takes_activations_away() -> None:
+    before = dict(memory_curve(PROFILE).layers)[Category.ACTIVATION]
+    after = dict(memory_curve(PROFILE, smaller_plan()).layers)[Category.ACTIVATION]
+
+    assert max(after) < max(before)
+
+
+@pytest.mark.parametrize("ending", [".png", ".svg"])
+def test_memory_and_sweep_are_drawn_into_files(ending: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name, result, plan in (
+        ("before", PROFILE, None),
+        ("both", PROFILE, smaller_plan()),
+        ("sweep", SWEEP, None),
+    ):
+        path = tmp_path / f"{name}{ending}"
+        report(result, path, plan=plan)
+        assert path.read_bytes().startswith(MAGIC[ending])
+
+
+def test_an_unknown_ending_or_result_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"end it in \.png or \.svg"):
+        report(PROFILE, tmp_path / "memory.bmp")
+    with pytest.raises(InputError, match="a Plan has no figure"):
+        report(smaller_plan(), tmp_path / "memory.png")
+    assert not list(tmp_path.iterdir())
