@@ -122,7 +122,9 @@ def imports_of(path: Path) -> set[tuple[str, str]]:
 
 
 def is_layer(name: str) -> bool:
-    return name in MAY_IMPORT or (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file()
+    # `import leanstep` has no name: the package itself is no layer.
+    is_there = (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file()
+    return bool(name) and (name in MAY_IMPORT or is_there)
 
 
 def layers_in(found: set[tuple[str, str]]) -> set[str]:
@@ -176,8 +178,20 @@ def test_guests_see_only_public_names() -> None:
     for path in SOURCES:
         if layer_of(path) in GUESTS:
             names = {name for module, name in imports_of(path) if module == "leanstep" and name}
+            names |= attributes_of_leanstep(ast.parse(path.read_text(encoding="utf-8")))
 
             assert names <= public_names(), relative(path)
+
+
+def attributes_of_leanstep(tree: ast.AST) -> set[str]:
+    """Return every name that some code takes from the package as `leanstep.name`."""
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "leanstep"
+    }
 
 
 @pytest.mark.parametrize(
@@ -224,6 +238,7 @@ def is_present(name: str) -> bool:
         ("from leanstep import planner, fit", {"planner"}),
         ("def late():\n    from leanstep.cli import main", {"cli"}),
         ("import torch.nn, json", set()),
+        ("import leanstep", set()),
     ],
 )
 def test_rule_sees_every_form_of_import(text: str, layers: set[str]) -> None:

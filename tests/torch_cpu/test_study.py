@@ -46,10 +46,10 @@ def test_the_search_finds_the_largest_that_fits_in_few_trials(answer: int, known
 def test_a_predicted_sweep_says_so_and_fits_where_it_says():
     seen = []
     found = leanstep.sweep(
-        "bert-tiny", [96, 16, 32], budget="16MiB", device="h200", watch=seen.append
+        tiny, [2048, 256, 8192], budget="12MiB", device="h200", watch=seen.append
     )
 
-    assert [trial.batch for trial in found.trials] == [16, 32, 96]
+    assert [trial.batch for trial in found.trials] == [256, 2048, 8192]
     assert list(found.trials) == seen
     assert found.device == "NVIDIA H200 (estimated)"
     for trial in found.trials:

@@ -95,7 +95,7 @@ for _command, _example in (
     (explain, "leanstep explain plan.json"),
     (fit, "leanstep fit gpt2-mini --batch 4 --budget 60%"),
     (frontier, "leanstep frontier run.json --points 10"),
-    (sweep, "leanstep sweep resnet152 --batch 64,128,256 --budget 24GiB --device h200"),
+    (sweep, "leanstep sweep resnet152 --batch 64,128 --budget 24GiB --device h200"),
     (max_batch, "leanstep max-batch bert-large --budget 24GiB --device rtx4090"),
     (report, "leanstep report run.json --plan plan.json -o memory.svg"),
     (doctor, "leanstep doctor"),

@@ -6,7 +6,7 @@ import leanstep
 from leanstep.cli.options import Force, Json, OutputPath
 from leanstep.cli.output import Output, progress
 
-_MODEL, _BUDGET = "gpt2-mini", "60%"
+_MODEL, _BATCH, _SEQ, _BUDGET = "gpt2-mini", 4, 256, "60%"
 
 
 def demo(as_json: Json = False, output: OutputPath = None, force: Force = False) -> None:
@@ -18,8 +18,8 @@ def demo(as_json: Json = False, output: OutputPath = None, force: Force = False)
     from leanstep.models import build, train
 
     with progress(f"fitting {_MODEL}"):
-        plain = train(build(_MODEL, batch=4, seq=256))
-        built = build(_MODEL, batch=4, seq=256)
+        plain = train(build(_MODEL, batch=_BATCH, seq=_SEQ))
+        built = build(_MODEL, batch=_BATCH, seq=_SEQ)
         model, batch, loss, optimizer = built
         fitted = leanstep.fit(model, batch, loss, optimizer=optimizer, budget=_BUDGET)
         lean = train(built)
