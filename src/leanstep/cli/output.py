@@ -60,8 +60,13 @@ def progress(what: str, total: int | None = None) -> Iterator[Callable[[str], No
     random.setstate(state)
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    # Drawn seldom: steps are being timed meanwhile.
     with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
+        *columns,
+        console=console,
+        transient=True,
+        refresh_per_second=2,
+        disable=not console.is_terminal,
     ) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.update(task, advance=1, description=f"{what}: {done}")
