@@ -53,6 +53,21 @@ def test_an_op_that_runs_again_belongs_to_backward() -> None:
     assert {memory_curve(PROFILE, plan).phases[place] for place in again} == {Phase.BACKWARD}
 
 
+@pytest.mark.parametrize("columns", [1, 3, 10_000])
+def test_a_thinned_curve_keeps_the_peak_the_time_and_the_phases(columns: int) -> None:
+    curve = memory_curve(PROFILE)
+
+    thin = curve.thinned(columns)
+
+    assert max(thin.totals) == max(curve.totals)
+    assert (thin.starts[0], thin.starts[-1]) == (curve.starts[0], curve.starts[-1])
+    assert len(thin.starts) == len(thin.phases) + 1 == len(thin.totals) + 1
+    assert len(thin.phases) <= 3 * columns
+    assert set(thin.phases) == set(curve.phases)
+    assert thin.phase_starts == curve.phase_starts
+    assert set(thin.totals) <= set(curve.totals)
+
+
 def test_the_plan_takes_activations_away() -> None:
     before = dict(memory_curve(PROFILE).layers)[Category.ACTIVATION]
     after = dict(memory_curve(PROFILE, smaller_plan()).layers)[Category.ACTIVATION]

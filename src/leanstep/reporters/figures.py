@@ -29,6 +29,9 @@ _COLOURS = {
 # What is thinner than a line is not drawn.
 _LEAST_SHARE = 0.001
 
+# As many stretches of time as a screen shows; a large model has ten thousand ops.
+_COLUMNS = 800
+
 _UNTOUCHED, _PLANNED, _BUDGET = "#7f7f7f", "#1f77b4", "#c1121f"
 
 
@@ -41,7 +44,8 @@ def draw_memory(
     title: str,
 ) -> None:
     """Draw memory over the step, stacked by category; with a plan, before above after."""
-    curves = [("untouched", before)] + ([("planned", after)] if after is not None else [])
+    drawn = [("untouched", before)] + ([("planned", after)] if after is not None else [])
+    curves = [(name, curve.thinned(_COLUMNS)) for name, curve in drawn]
     figure = _figure(9, 3.2 * len(curves) + 0.6)
     grid = figure.subplots(len(curves), 1, sharex=True, sharey=True, squeeze=False)
     highest = max(max(curve.totals) for _, curve in curves)
