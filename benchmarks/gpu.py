@@ -210,9 +210,8 @@ class Bench:
                 row = self.measure(peer)
             if "failed" not in row:
                 budgets[peer] = row.get("peak_bytes", int(0.6 * profile.peak_bytes))
-        variants = [(True, True)]
-        variants += [(False, True)] * options.inexact + [(True, False)] * options.without_offload
-        for engine, (exact, offload) in itertools.product(options.engines, variants):
+        for engine, variant in itertools.product(options.engines, options.variants):
+            exact, offload = variant != "inexact", variant != "no-offload"
             if engine == "inductor":
                 profile, profile_seconds = self.profiled(engine=engine, exact=exact)
                 self.note_forms(profile)
@@ -347,6 +346,15 @@ def table_row(row, peer, eager):
     return f"| {name} | {cell(peer)} | {cell(row)} | {ratio} | {predicted} |"
 
 
+# One line for each way to train in less memory; every line begins with the step that has no limit.
+LINES = {
+    "checkpoint": ("eager", "every2", "checkpoint"),
+    "regional Inductor": ("regional", "regional-0.5", "regional-0.2", "regional+checkpoint"),
+}
+COLORS = {"checkpoint": "tab:gray", "regional Inductor": "tab:brown"}
+OURS = {"replay": "tab:blue", "inductor": "tab:green"}
+
+
 def draw(rows, path):
     """Time against peak, one line for each method and a panel for each model."""
     import matplotlib
@@ -354,27 +362,36 @@ def draw(rows, path):
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    calls = {model: found for (model, _), found in calls_of(rows).items()}
-    figure, axes = pyplot.subplots(1, len(calls), figsize=(5 * len(calls), 4.5), squeeze=False)
-    for axis, (model, found) in zip(axes[0], calls.items(), strict=True):
-        eager = next(row for row in found if row["method"] == "eager")
-        series = {}
-        for row in found:
-            if "failed" in row or "peak_bytes" not in row or row["method"] == "save_on_cpu":
-                continue
-            name = row["method"]
-            if name == "leanstep":
-                name = f"leanstep {row['engine']}{how(row)}"
-            point = row["peak_bytes"] / eager["peak_bytes"], row["seconds"] / eager["seconds"]
-            series.setdefault(name, []).append(point)
-        for name, points in series.items():
-            is_ours = name.startswith("leanstep")
-            axis.plot(*zip(*sorted(points), strict=True), "o-" if is_ours else "s", label=name)
+    calls = {}
+    for (model, _), found in calls_of(rows).items():
+        calls.setdefault(model, []).append(found)
+    figure, axes = pyplot.subplots(2, -(-len(calls) // 2), figsize=(10, 8), squeeze=False)
+    for axis, (model, found) in zip(axes.flat, calls.items(), strict=False):
+        points = {}
+        for call in found:
+            collect(call, points)
+        for name, (color, own) in points.items():
+            axis.plot(*zip(*sorted(own), strict=True), "o-", color=color, label=name)
         axis.set(title=model, xlabel="peak × eager", ylabel="step time × eager")
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=7)
+        axis.legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=110)
+
+
+def collect(call, points):
+    """The points of one call: peak and time of each method, as shares of that call's eager step."""
+    eager = next(row for row in call if row["method"] == "eager")
+    for row in call:
+        if "failed" in row or "peak_bytes" not in row:
+            continue
+        point = row["peak_bytes"] / eager["peak_bytes"], row["seconds"] / eager["seconds"]
+        if row["method"] == "leanstep":
+            name, color = f"leanstep {row['engine']}{how(row)}", OURS[row["engine"]]
+            points.setdefault(name, (color, []))[1].append(point)
+        for name, members in LINES.items():
+            if row["method"] in members:
+                points.setdefault(name, (COLORS[name], []))[1].append(point)
 
 
 def arguments():
@@ -391,8 +408,9 @@ def arguments():
     run.add_argument("--peers", nargs="*", choices=PEERS, default=["checkpoint", "every2"])
     run.add_argument("--engines", nargs="*", default=["replay"])
     run.add_argument("--shares", nargs="*", type=int, default=[], help="budgets in %% of the peak")
-    run.add_argument("--inexact", action="store_true", help="also with exact=False")
-    run.add_argument("--without-offload", action="store_true", help="also with offload=False")
+    run.add_argument(
+        "--variants", nargs="*", choices=("exact", "inexact", "no-offload"), default=["exact"]
+    )
     run.add_argument("--warm", type=int, default=WARM, help="steps before those that are timed")
     run.add_argument("--timed", type=int, default=TIMED)
     run.add_argument("--json", type=Path, help="append rows to this file")

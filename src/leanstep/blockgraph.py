@@ -189,6 +189,38 @@ class BlockGraph:
         return {value: op for op in self.reruns for value in op.writes}
 
     @functools.cached_property
+    def input(self) -> int | None:
+        """The largest storage that the call is given, where it can be told by its size."""
+        ops = self.graph.ops[self.block.start : self.block.stop]
+        reads = {value for op in ops for value in op.reads}
+        given = {v.storage for v in reads if v.storage not in self.own_storages}
+        sizes = Counter(self.graph.storages[number].nbytes for number in given)
+        made = [number for number in given if self.graph.storages[number].birth >= 0]
+        largest = max(made, key=lambda number: self.graph.storages[number].nbytes, default=None)
+        if largest is None or sizes[self.graph.storages[largest].nbytes] > 1:
+            return None
+        is_settled = all(v == self._final(largest) for v in reads if v.storage == largest)
+        return largest if is_settled else None
+
+    @functools.cached_property
+    def saves_input(self) -> bool:
+        """Whether autograd saves the input here."""
+        return any(save.value.storage == self.input for save in self.saves)
+
+    def shares_input(self, views: Sequence["BlockGraph"]) -> bool:
+        """Whether another call holds or reads the input, beside the one that made it."""
+        own = sum(save.value.storage == self.input for save in self.saves)
+        if own != (0 if self.input is None else _saves_per_storage(self.graph)[self.input]):
+            return True
+        return any(
+            value.storage == self.input
+            for view in views
+            if view.block != self.block and self.input not in view.own_storages
+            for op in self.graph.ops[view.block.start : view.block.stop]
+            for value in op.reads
+        )
+
+    @functools.cached_property
     def first_request(self) -> int:
         """The position where backward first asks for something of the call."""
         return min((unpack.position for unpack in self.unpacks), default=len(self.graph.ops))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from leanstep.blockgraph import STATISTICS_ARE_OPTIONAL, BlockGraph, births, is_generator
 from leanstep.errors import PlanError
 from leanstep.ir import Category, Decision, Engine, Form, Graph, Offload, Profile, RecipeCost, Value
+from leanstep.ir.decision import INPUT
 from leanstep.ir.graph import Fact, Op
 from leanstep.rebuild import Run, Session
 
@@ -310,15 +311,25 @@ def offload_shifts(
     own = views[place]
     for entry in entries:
         gone = views[place + entry.release].block.stop
-        if own.block.is_compiled:
-            # One storage stands for all that compiled code keeps.
-            number = own.saves[0].value.storage
-        else:
-            (number,) = own.storages_named([entry.key])
+        number = _offloaded(own, entry)
+        if entry.key == INPUT or not own.block.is_compiled:
             gone = max(gone, own.graph.storages[number].natural_death + 1)
         back = backward_entry(views, place + entry.fetch)
         if gone < back:
             yield Shift(gone, back, -entry.nbytes, own.graph.storages[number].category, number)
+
+
+def _offloaded(view: BlockGraph, entry: Offload) -> int:
+    """The storage that an entry is about."""
+    if entry.key == INPUT:
+        if view.input is None:
+            raise PlanError(f"{view.block.name} has no input that can be told from the others")
+        return view.input
+    if view.block.is_compiled:
+        # One storage stands for all that compiled code keeps.
+        return view.saves[0].value.storage
+    (number,) = view.storages_named([entry.key])
+    return number
 
 
 def backward_entry(views: Sequence[BlockGraph], place: int) -> int:

@@ -11,7 +11,7 @@ import torch
 from leanstep import engines, planner
 from leanstep.api import profile_for, refuse_fitted, unplanned_plan
 from leanstep.engines import Applied
-from leanstep.errors import MeasureError, VerifyError
+from leanstep.errors import BudgetError, MeasureError, VerifyError
 from leanstep.ir import Exclusion, Plan, Profile, Verdict
 from leanstep.owners import Taken, taken_over
 from leanstep.planner.options import check_engine
@@ -195,9 +195,14 @@ def _better(
     """Try once what a tighter account is worth; the first plan stays unless it is beaten."""
     if plan_for(tighter).extra_seconds >= first.plan.extra_seconds:
         return first
-    first.applied.pause()
-    recorded, applied = _rehearsed(step, tighter, plan_for)
-    verdict = _verdict(step, applied, before)
+    first.applied.set_aside()
+    try:
+        recorded, applied = _rehearsed(step, tighter, plan_for)
+        verdict = _verdict(step, applied, before)
+    except (BudgetError, MeasureError, torch.OutOfMemoryError):
+        # It does not fit after all; what does is at hand.
+        first.applied.resume()
+        return first
     is_cheaper = applied.plan.extra_seconds < first.plan.extra_seconds
     if verdict.within_budget and is_cheaper:
         return Fit(recorded, applied.plan, verdict, applied)

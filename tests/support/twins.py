@@ -14,6 +14,7 @@ from torch import nn
 from leanstep.blockgraph import BlockGraph
 from leanstep.engines.apply import Applied, apply
 from leanstep.ir import Cost, Decision, Engine, Identity, Offload, Plan, Profile
+from leanstep.ir.decision import INPUT
 from leanstep.recorder import record
 from leanstep.recorder.blocks import find_blocks
 from leanstep.recorder.signatures import Signatures
@@ -143,12 +144,14 @@ def plan_of(profile: Profile, engine: Engine, pick: Pick, *, offloads: bool = Fa
         picked = pick(view.candidates)
         drop = [view.storage_key(s) for s in picked]
         drop = tuple(drop) if engine is Engine.REPLAY else ()
-        rest = [s for s in view.settled if s not in picked and profile.graph.storages[s].nbytes]
+        storages = profile.graph.storages
+        rest = {s: view.storage_key(s) for s in view.settled if s not in picked}
+        rest.update({} if view.input is None else {view.input: INPUT})
         is_last = number == len(profile.blocks) - 1
         offload = tuple(
-            Offload(view.storage_key(s), profile.graph.storages[s].nbytes, release=0, fetch=1)
-            for s in rest
-            if offloads and not is_last
+            Offload(key, storages[s].nbytes, release=0, fetch=1)
+            for s, key in rest.items()
+            if offloads and not is_last and storages[s].nbytes
         )
         place = block.path, block.occurrence, block.children
         decisions.append(Decision(*place, engine, drop, 0, 0, 0.0, "", offload=offload))

@@ -27,6 +27,7 @@ def lab() -> Iterator[SimpleNamespace]:
         some=twins.some,
         rows=twins.rows,
         bits=twins.bits,
+        different=twins.different,
         mean_square=twins.mean_square,
         REPLAY=Engine.REPLAY,
         MODULE=Engine.MODULE,

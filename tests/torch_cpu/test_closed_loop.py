@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+import torch
 
 import leanstep
 from leanstep import api, fitter, models
@@ -19,13 +20,13 @@ def profile_with(monkeypatch: pytest.MonkeyPatch, excess: float) -> Profile:
     true = leanstep.profile(model, batch, loss, optimizer=optimizer)
     more = int(excess * true.peak_bytes)
 
-    def too_high(step):
-        found = api.profile_step(step)
+    def too_high(step, engine, *, exact):
+        found = api.profile_for(step, engine, exact=exact)
         return dataclasses.replace(
             found, slack_bytes=found.slack_bytes + more, peak_bytes=found.peak_bytes + more
         )
 
-    monkeypatch.setattr(fitter, "profile_step", too_high)
+    monkeypatch.setattr(fitter, "profile_for", too_high)
     return true
 
 
@@ -73,6 +74,30 @@ def test_the_first_plan_stays_where_the_second_misses_the_budget(monkeypatch: py
     assert fitted.verdict.within_budget
     with pytest.raises(leanstep.LeanstepError, match="already fitted"):
         leanstep.fit(model, batch, loss, optimizer=optimizer)
+    fitted.remove()
+    assert not any(map(is_attached, model.modules()))
+
+
+def test_the_first_plan_stays_where_the_second_runs_out_of_memory(monkeypatch: pytest.MonkeyPatch):
+    true = profile_with(monkeypatch, 0.1)
+    plans = []
+    rehearse = fitter.engines.rehearse
+
+    def second_runs_out(step, applied):
+        plans.append(applied.plan)
+        if len(plans) == 2:
+            raise torch.OutOfMemoryError("no room")
+        return rehearse(step, applied)
+
+    monkeypatch.setattr(fitter.engines, "rehearse", second_runs_out)
+    model, batch, loss, optimizer = models.build(NAME, **SIZES)
+
+    fitted = leanstep.fit(
+        model, batch, loss, optimizer=optimizer, budget=int(0.8 * true.peak_bytes)
+    )
+
+    assert len(plans) == 2 and fitted.plan == plans[0]
+    assert any(map(is_attached, model.modules()))
     fitted.remove()
     assert not any(map(is_attached, model.modules()))
 

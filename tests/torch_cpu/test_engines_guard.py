@@ -49,6 +49,10 @@ def watch_of(block):
     return watch
 
 
+class Heir(Block):
+    pass
+
+
 def new_code(hidden):
     return hidden + 0
 
@@ -88,6 +92,8 @@ CHANGES = {
     "a function's code": lambda b: setattr(plain, "__code__", new_code.__code__),
     "a function's attribute": lambda b: setattr(plain, "_mark", 1),
     "another function": lambda b: globals().update(plain=new_code),
+    "another method": lambda b: setattr(Block, "forward", lambda self, hidden: hidden),
+    "another class": lambda b: setattr(b, "__class__", Heir),
     "a global": lambda b: globals().update(FACTOR=4),
     "a global's item": lambda b: SETTINGS.update(rate=0.75),
 }
@@ -97,12 +103,14 @@ CHANGES = {
 def restored():
     """Put the functions and globals of this file back."""
     kept, code = {name: globals()[name] for name in ("plain", "FACTOR")}, plain.__code__
+    forward = Block.forward
     defaults, keywords = scaled.__defaults__, dict(scaled.__kwdefaults__)
     yield
     globals().update(kept)
     plain.__code__, scaled.__defaults__, scaled.__kwdefaults__ = code, defaults, keywords
     plain.__dict__.clear()
     SETTINGS["rate"] = 0.5
+    Block.forward = forward
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -199,3 +199,42 @@ def test_what_an_import_runs_is_not_taken_for_the_block_s_code(tmp_path, monkeyp
     second(torch.ones(1))
     assert second.is_seen
     assert [code.co_name for code in executed.codes] == ["forward"]
+
+
+class Act(torch.nn.Module):
+    def scale(self, hidden):
+        return hidden * 1.0
+
+    def forward(self, hidden):
+        return torch.tanh(self.scale(hidden))
+
+
+class HalvedAct(Act):
+    def scale(self, hidden):
+        return hidden * 0.5
+
+
+def patch_method(model, patch):
+    patch.setattr(Act, "scale", lambda self, hidden: hidden * 0.5)
+
+
+def change_classes(model, patch):
+    for block in model.blocks:
+        block.act.__class__ = HalvedAct
+
+
+@pytest.mark.parametrize("change", [patch_method, change_classes])
+def test_other_methods_in_the_place_of_those_recorded(lab, monkeypatch, change) -> None:
+    def with_act(self, x):
+        return x + self.b(self.act(self.a(x)))
+
+    case = lab.Case(lambda: lab.stack_of(with_act, 2, lambda b: setattr(b, "act", Act())))
+    seen = []
+    for model, applied in ((case.fresh(), None), case.fitted()):
+        with monkeypatch.context() as patch:
+            warm = case.train(model, 11)
+            change(model, patch)
+            seen.append([*warm, *case.train(model, 3)])
+        if applied is not None:
+            applied.remove()
+    assert lab.different(*seen) == []

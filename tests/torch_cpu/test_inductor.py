@@ -453,7 +453,7 @@ def test_what_compiled_blocks_keep_may_wait_on_the_host(profiled, monkeypatch):
     model, batch, profile = profiled
     monkeypatch.setattr("leanstep.planner.offload.LEAST_BYTES", 1)
     linked = with_link(profile)
-    plan = leanstep.plan(linked, "85%")
+    plan = leanstep.plan(linked, "94%")
     assert plan.host_bytes > 0
     assert any(decision.offload for decision in plan.decisions)
     check_plan(plan)
@@ -470,7 +470,7 @@ def test_what_compiled_blocks_keep_may_wait_on_the_host(profiled, monkeypatch):
 def test_hooks_that_park_do_not_compile_anew(profiled, monkeypatch):
     model, batch, profile = profiled
     monkeypatch.setattr("leanstep.planner.offload.LEAST_BYTES", 1)
-    plan = leanstep.plan(with_link(profile), "85%")
+    plan = leanstep.plan(with_link(profile), "94%")
     applied = leanstep.apply(model, plan)
     step_of(model, batch)
     captured = []

@@ -56,6 +56,11 @@ class Applied:
             else:
                 attach(module, unplanned)
 
+    def set_aside(self) -> None:
+        """Leave the model to another plan until `resume`."""
+        for module, *_ in self._runners:
+            detach(module)
+
     def resume(self) -> None:
         """Put a paused plan back in force, with all it has recorded."""
         for module, runner, _ in self._runners:
@@ -123,9 +128,13 @@ def apply(model: torch.nn.Module, plan: Plan, *, refuse_at_first_call: bool = Fa
 
 
 def _unplanned(plan: Plan, decisions: list[Decision]) -> list[Decision]:
-    """The same compiled blocks in the compiler's own forms."""
+    """The same compiled blocks in the compiler's own forms, with all that they keep in place."""
     kinds = [(decision, plan.kind_of(decision)) for decision in decisions]
-    return [replace(d, form=kind.unplanned.name) for d, kind in kinds if kind is not None]
+    return [
+        replace(decision, form=kind.unplanned.name, offload=())
+        for decision, kind in kinds
+        if kind is not None
+    ]
 
 
 def _by_path(plan: Plan) -> dict[str, list[Decision]]:

@@ -14,40 +14,13 @@ from leanstep.engines.border import Border, Borders, BorderSource, Gate, Guarded
 from leanstep.engines.observer import Observer, observed
 from leanstep.engines.parking import ParkedSource, Spaces
 from leanstep.engines.randomness import CudaDraw
-from leanstep.engines.ready import AnySource, Held, ReadyOp, replay
+from leanstep.engines.ready import AnySource, Held, ReadyOp, Source, replay
 from leanstep.engines.recording import Ref
 from leanstep.errors import LeanstepError
 from leanstep.ir import Value
 from leanstep.rebuild import Program, Session
 from leanstep.step import autocast_is_on, no_autocast
-from leanstep.torch_private import below_autograd, version
-
-
-class Source:
-    """A kept tensor, and how often it had been written when it was kept."""
-
-    __slots__ = ("_tensor", "_version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._version = tensor, version(tensor)
-
-    def as_it_is(self) -> "Source":
-        """The same tensor, kept as it is now."""
-        return Source(self._tensor)
-
-    def tensor(self) -> torch.Tensor:
-        """What autograd gets that asks for it."""
-        return self.unchanged("a block")
-
-    def unchanged(self, block_name: str) -> torch.Tensor:
-        """The tensor, if nobody has written it since; hooks switch autograd's own check off."""
-        if version(self._tensor) != self._version:
-            raise RuntimeError(
-                f"leanstep: a tensor that {block_name} needs for backward was changed in place "
-                "after its forward, so gradients cannot be computed. Change it out of place, or "
-                "train without leanstep to see whether autograd allows it there."
-            )
-        return self._tensor
+from leanstep.torch_private import below_autograd
 
 
 class ReplayError(LeanstepError):

@@ -67,6 +67,8 @@ class Guard:
                 self._deep.append((own, name))
                 continue
             self._places.setdefault(id(own), (own, []))[1].append(name)
+        for own, name in watch.methods:
+            self._places.setdefault(id(own), (own, []))[1].append(name)
         for function in watch.functions:
             (self._functions if _is_plain(function) else self._deep_functions).append(function)
 
@@ -80,6 +82,7 @@ class Guard:
             chain.from_iterable(filter(None, map(_keywords, self._functions))),
             chain.from_iterable(map(_values, filter(None, map(_keywords, self._functions)))),
             chain.from_iterable(map(_values, map(_children, self.watch.owners))),
+            map(type, self.watch.modules),
         )
 
     def _count(self) -> list[Any]:

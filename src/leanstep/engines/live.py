@@ -170,8 +170,8 @@ class LiveCall:
         if self.context.gate is not None:
             self.context.gate.write(tensor)
         if self.context.spaces is not None and (parked := self.context.spaces.find(tensor)):
-            # Autograd wants it as it will be, or raises: either way it is not what was copied.
-            parked.stay()
+            # Autograd wants it as it will be, or raises: either way it is not what was saved.
+            parked.stays = True
             self.writes_parked = True
         if value in self._wanted:
             self._pin(value, tensor)

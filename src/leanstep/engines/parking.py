@@ -18,42 +18,54 @@ from typing import Any
 import torch
 
 from leanstep.engines.observer import Observer
+from leanstep.engines.ready import Source
 from leanstep.engines.recording import look_at, without_history
 from leanstep.ir import Offload, Plan
+from leanstep.ir.decision import INPUT
 from leanstep.ir.form import save_key
 from leanstep.recorder.values import has_storage
-from leanstep.torch_private import past_every_mode, storage_address, tree_leaves, version
+from leanstep.torch_private import (
+    detached,
+    past_every_mode,
+    storage_address,
+    tree_leaves,
+    version,
+)
+from leanstep.truth import allocated_bytes
 
 # When copies are done; on the CPU they are at once.
 Done = torch.cuda.Event | None
 
-# The version of a storage that stays where it is.
-_STAYS = -1
-
 
 class _Lane:
-    """Copies between one device and the host, each way on a stream of its own.
+    """Copies between one stream of a device, the main one here, and the host.
 
-    On the CPU there is no link: a copy is a copy, made at once.
+    Each way has a stream of its own. All memory of the device belongs to the main stream, and
+    waiting is that stream's: whichever thread lets go of a storage, and wherever that thread works,
+    nothing is handed out again while a copy reads or writes it. On the CPU there is no link: a copy
+    is a copy, made at once.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.is_async = device.type == "cuda"
-        if self.is_async:
+    def __init__(self, device: torch.device, main: torch.cuda.Stream | None) -> None:
+        self.device, self._main = device, main
+        self._out = self._back = None
+        if main is not None:
             self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._spare: dict[int, list[torch.Tensor]] = {}
 
     def out(self, sources: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, Done]]:
         """Copy bytes to the host, one after the other."""
         targets = [self._buffer(source.numel()) for source in sources]
-        return list(self._copies(sources, targets, self._out if self.is_async else None))
+        return list(self._copies(sources, targets, self._out))
 
     def back(self, sources: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, Done]]:
         """Copy bytes to the device, one after the other."""
-        looks = {"dtype": torch.uint8, "device": self.device}
-        targets = [torch.empty(source.numel(), **looks) for source in sources]
-        return list(self._copies(sources, targets, self._back if self.is_async else None))
+        with _on(self._main):
+            targets = [
+                torch.empty(source.numel(), dtype=torch.uint8, device=self.device)
+                for source in sources
+            ]
+        return list(self._copies(sources, targets, self._back))
 
     def give_back(self, buffer: torch.Tensor) -> None:
         """Take pinned memory that is no longer read: the next step wants as much."""
@@ -61,13 +73,15 @@ class _Lane:
 
     def wait(self, done: Done) -> None:
         """Let the main stream wait for copies."""
-        if done is not None:
-            torch.cuda.current_stream(self.device).wait_event(done)
+        if done is not None and self._main is not None:
+            self._main.wait_event(done)
 
     def _buffer(self, num_bytes: int) -> torch.Tensor:
         if spare := self._spare.get(num_bytes):
             return spare.pop()
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.is_async)
+        # Batches of many sizes shall not pile up; what torch takes back it hands out again.
+        self._spare.clear()
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._main is not None)
 
     def _copies(
         self,
@@ -76,54 +90,71 @@ class _Lane:
         stream: torch.cuda.Stream | None,
     ) -> Iterator[tuple[torch.Tensor, Done]]:
         # Also orders the streams where a buffer is used again: its last reader was waited for.
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(self.device))
-        with nullcontext() if stream is None else torch.cuda.stream(stream):
+        if stream is not None and self._main is not None:
+            stream.wait_stream(self._main)
+        with _on(stream):
             for source, target in zip(sources, targets, strict=True):
                 target.copy_(source, non_blocking=True)
                 # Each is waited for alone: the first may have to be gone long before the last.
                 yield target, None if stream is None else stream.record_event()
 
 
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+    """Work on a stream, where there are streams."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
 class Parked:
     """One storage: on the device, on the host, or both."""
 
-    __slots__ = ("__weakref__", "bytes", "coming", "host", "lane", "leaving", "tensor", "version")
+    __slots__ = (
+        *("__weakref__", "_has_left", "_tensor", "_version"),
+        *("bytes", "coming", "host", "lane", "leaving", "stays"),
+    )
 
     def __init__(self, lane: _Lane, tensor: torch.Tensor) -> None:
         self.lane = lane
-        # Shares the version counter of the saved tensor: a write to it is an error in backward.
-        self.tensor: torch.Tensor | None = without_history(tensor)
-        self.version = version(tensor)
+        # A tensor of our own, that counts the writes to the saved one: also when it is empty.
+        self._tensor = detached(tensor)
+        self._version = version(tensor)
+        self._has_left = self.stays = False
         self.host: torch.Tensor | None = None
         self.bytes: torch.Tensor | None = None
         self.leaving: Done = None
         self.coming: Done = None
 
     @property
-    def is_as_it_was(self) -> bool:
-        """Whether the storage is on the device and nobody has written it."""
-        return self.tensor is not None and version(self.tensor) == self.version
+    def may_leave(self) -> bool:
+        """Whether the storage is on the device, and nobody has written it."""
+        is_settled = not self.stays and version(self._tensor) == self._version
+        return is_settled and not self._has_left
 
-    def stay(self) -> None:
-        """Do not leave the device after all: somebody writes it."""
-        self.version = _STAYS
+    @property
+    def is_gone(self) -> bool:
+        """Whether the storage is on the host alone."""
+        return self._has_left and self.bytes is None
+
+    def whole(self) -> torch.Tensor:
+        """The storage as bytes, before it has left."""
+        return _bytes_of(self._tensor)
 
     def leave(self) -> None:
         """Let the device's storage go, once it is copied."""
-        if self.host is not None and self.is_as_it_was:
+        if self.host is not None and self.may_leave:
             self._wait_for_copies()
-            self.tensor = None
+            with past_every_mode():
+                self._tensor.data = self._tensor.new_empty(0)
+            self._has_left = True
 
     def storage(self, block_name: str) -> torch.Tensor:
-        """A tensor on the device with the storage."""
-        if self.tensor is not None:
-            if self.version not in (_STAYS, version(self.tensor)):
-                raise RuntimeError(
-                    f"leanstep: a tensor that {block_name} needs for backward was changed in place "
-                    "after its forward, so gradients cannot be computed. Change it out of place."
-                )
-            return self.tensor
+        """A tensor on the device with the storage, if nobody has written the saved tensor since."""
+        if version(self._tensor) != self._version:
+            raise RuntimeError(
+                f"leanstep: a tensor that {block_name} needs for backward was changed in place "
+                "after its forward, so gradients cannot be computed. Change it out of place."
+            )
+        if not self._has_left:
+            return self._tensor
         fetch([self])
         self._wait_for_copies()
         assert self.bytes is not None
@@ -143,17 +174,16 @@ class Parked:
 
 def send(parked: Iterable[Parked]) -> None:
     """Begin to copy storages to the host: one after the other, on their own stream."""
-    for lane, own in _by_lane(one for one in parked if one.is_as_it_was).items():
+    for lane, own in _by_lane(one for one in parked if one.may_leave).items():
         with past_every_mode(), torch.no_grad():
-            copies = lane.out([_bytes_of(one.tensor) for one in own if one.tensor is not None])
+            copies = lane.out([one.whole() for one in own])
         for one, (host, done) in zip(own, copies, strict=True):
             one.host, one.leaving = host, done
 
 
 def fetch(parked: Iterable[Parked]) -> None:
     """Begin to copy storages back to the device, those that have left it."""
-    gone = (one for one in parked if one.tensor is None and one.bytes is None)
-    for lane, own in _by_lane(gone).items():
+    for lane, own in _by_lane(one for one in parked if one.is_gone).items():
         with past_every_mode(), torch.no_grad():
             copies = lane.back([one.host for one in own if one.host is not None])
         for one, (found, done) in zip(own, copies, strict=True):
@@ -187,7 +217,7 @@ class ParkedSource:
 
     def unchanged(self, block_name: str) -> torch.Tensor:
         """The tensor, brought back."""
-        tensor = self._look.of(self._parked.storage(block_name))
+        tensor = self._look.anew(self._parked.storage(block_name))
         if self._observer is not None:
             what = f"a tensor of {'×'.join(map(str, self._look.size))} that was on the host"
             self._observer.compare(block_name, what, self._seen, tensor)
@@ -197,15 +227,32 @@ class ParkedSource:
 class Spaces:
     """What one block call parks: by the keys of a decision, and by address while it runs."""
 
-    __slots__ = ("_entries", "_lot", "_parked", "_place")
+    __slots__ = ("_arguments", "_entries", "_lot", "_parked", "_place")
 
-    def __init__(self, lot: "Lot", place: int, entries: dict[str, Offload]) -> None:
+    def __init__(
+        self, lot: "Lot", place: int, entries: dict[str, Offload], arguments: Sequence[Any]
+    ) -> None:
         self._lot, self._place, self._entries = lot, place, entries
         self._parked: dict[int, Parked] = {}
+        self._arguments = arguments if INPUT in entries else ()
+        if self._arguments:
+            self._park_input()
+
+    def _park_input(self) -> None:
+        """Park the argument that the plan means: it is told by its size, if that tells it."""
+        wanted = self._entries[INPUT].nbytes
+        found = {
+            storage_address(leaf): leaf
+            for leaf in self._arguments
+            if isinstance(leaf, torch.Tensor) and has_storage(leaf)
+            if allocated_bytes(leaf, leaf.device) == wanted
+        }
+        if len(found) == 1:
+            self.park(next(iter(found.values())), INPUT)
 
     def anew(self) -> "Spaces":
         """The same for the call run a second time."""
-        return Spaces(self._lot, self._place, self._entries)
+        return Spaces(self._lot, self._place, self._entries, self._arguments)
 
     def names(self, key: str | None) -> bool:
         """Whether a key is of a storage that goes to the host."""
@@ -224,19 +271,24 @@ class Spaces:
     def close(self) -> None:
         """Forget the addresses: after the call they may be anybody's."""
         self._parked.clear()
+        self._arguments = ()
 
 
 def parking_hooks(spaces: Spaces) -> AbstractContextManager[Any]:
-    """Hooks that park what a compiled call saves; a key is the number of the save."""
+    """Hooks that park what a compiled call saves; a key is the number of the save.
+
+    All that it saves is watched: hooks switch off autograd's own check for writes.
+    """
     numbers = itertools.count()
 
     def pack(tensor: torch.Tensor) -> Any:
         key = save_key(next(numbers))
-        if not spaces.names(key) or not has_storage(tensor):
+        if not has_storage(tensor):
             return tensor
-        spaces.park(tensor, key)
+        if spaces.names(key):
+            spaces.park(tensor, key)
         parked = spaces.find(tensor)
-        return tensor if parked is None else ParkedSource(parked, tensor)
+        return Source(without_history(tensor)) if parked is None else ParkedSource(parked, tensor)
 
     def unpack(packed: Any) -> torch.Tensor:
         tensor: torch.Tensor = packed if isinstance(packed, torch.Tensor) else packed.tensor()
@@ -245,7 +297,8 @@ def parking_hooks(spaces: Spaces) -> AbstractContextManager[Any]:
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-_Waiting = dict[int, list[weakref.ref[Parked]]]
+# What a call does something about, in the order it was parked.
+_Waiting = dict[int, weakref.WeakValueDictionary[int, Parked]]
 
 
 class Lot:
@@ -256,10 +309,11 @@ class Lot:
 
     def __init__(self, plan: Plan) -> None:
         entries = [(place, e) for place, d in enumerate(plan.decisions) for e in d.offload]
-        self._sent: _Waiting = {place: [] for place, _ in entries}
-        self._leaving: _Waiting = {place + entry.release: [] for place, entry in entries}
-        self._coming: _Waiting = {place + entry.fetch: [] for place, entry in entries}
-        self._lanes: dict[torch.device, _Lane] = {}
+        self._sent = _waiting(place for place, _ in entries)
+        self._leaving = _waiting(place + entry.release for place, entry in entries)
+        self._coming = _waiting(place + entry.fetch for place, entry in entries)
+        self._lanes: dict[torch.device | torch.cuda.Stream, _Lane] = {}
+        self._numbers = itertools.count()
 
     def needs(self, place: int) -> bool:
         """Whether something leaves or comes back with a call."""
@@ -267,41 +321,49 @@ class Lot:
 
     def park(self, tensor: torch.Tensor, place: int, entry: Offload) -> Parked:
         """Let a tensor's storage be copied to the host when its call has ended."""
-        lane = self._lanes.get(tensor.device)
-        if lane is None:
-            lane = self._lanes[tensor.device] = _Lane(tensor.device)
-        parked = Parked(lane, tensor)
-        for waiting, when in (
-            (self._sent, place),
-            (self._leaving, place + entry.release),
-            (self._coming, place + entry.fetch),
-        ):
-            waiting[when].append(weakref.ref(parked))
+        parked, number = Parked(self._lane(tensor.device), tensor), next(self._numbers)
+        self._sent[place][number] = parked
+        self._leaving[place + entry.release][number] = parked
+        self._coming[place + entry.fetch][number] = parked
         return parked
+
+    def _lane(self, device: torch.device) -> _Lane:
+        """The copies of the stream that runs now: backward will run there too."""
+        main = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        lane = self._lanes.get(main or device)
+        if lane is None:
+            lane = self._lanes[main or device] = _Lane(device, main)
+        return lane
 
     def call_ended(self, place: int, out: Any, on_backward: Callable[[], None]) -> None:
         """Send what the call parked, let go what leaves now, and see backward come to it."""
-        send(_emptied(self._sent.get(place, [])))
-        for parked in _emptied(self._leaving.get(place, [])):
+        send(_emptied(self._sent, place))
+        for parked in _emptied(self._leaving, place):
             parked.leave()
         if place not in self._coming:
             return
 
         def entered(_: torch.Tensor) -> None:
             on_backward()
-            fetch(list(_emptied(self._coming[place])))
+            fetch(_emptied(self._coming, place))
 
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
                 leaf.register_hook(entered)
 
 
-def _emptied(entries: list[weakref.ref[Parked]]) -> Iterator[Parked]:
-    """Everything in a list that still lives; the list is then empty."""
-    while entries:
-        parked = entries.pop(0)()
-        if parked is not None:
-            yield parked
+def _waiting(places: Iterable[int]) -> _Waiting:
+    return {place: weakref.WeakValueDictionary() for place in places}
+
+
+def _emptied(waiting: _Waiting, place: int) -> list[Parked]:
+    """Everything that waits for a call and still lives; nothing waits for it then."""
+    entries = waiting.get(place)
+    if not entries:
+        return []
+    found = list(entries.values())
+    entries.clear()
+    return found
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

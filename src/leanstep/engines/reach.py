@@ -44,6 +44,7 @@ _PURE = frozenset(
 _IMPURE_BUILTINS = frozenset(
     ("eval", "exec", "globals", "id", "input", "locals", "next", "open", "vars")
 )
+_CALLED_BY_TORCH = frozenset(("forward", "__call__"))
 _BY_ANY_NAME = frozenset(("getattr", "hasattr", "delattr", "setattr"))
 
 
@@ -177,6 +178,7 @@ class Reach:
         self.executed = executed
         self.names = frozenset[str]().union(*map(names_in, executed.codes))
         self.globals: dict[tuple[int, str], tuple[Mapping[str, Any], str]] = {}
+        self.methods: dict[tuple[int, str], tuple[Mapping[str, Any], str]] = {}
         self.cells: dict[int, CellType] = {}
         self.functions: dict[int, FunctionType] = {}
         self._found: set[CodeType] = set()
@@ -247,8 +249,9 @@ class Reach:
             if is_users(parent.__module__):
                 for name, value in vars(parent).items():
                     self._add(value)
-                    if name in self.names and not callable(value):
-                        self.globals[id(parent), name] = (vars(parent), name)
+                    if name in self.names or name in _CALLED_BY_TORCH:
+                        places = self.methods if callable(value) else self.globals
+                        places[id(parent), name] = (vars(parent), name)
 
     def _visit_names(self, own: Mapping[str, Any]) -> None:
         for name in self.names.intersection(own):

@@ -13,6 +13,7 @@ from leanstep.engines.recording import GENERATOR, RecordedOp, Ref
 from leanstep.ir import Value
 from leanstep.rebuild import Run
 from leanstep.recorder.facts import tensors_in
+from leanstep.torch_private import version
 
 
 class AnySource(Protocol):
@@ -21,6 +22,33 @@ class AnySource(Protocol):
     def unchanged(self, block_name: str) -> torch.Tensor:
         """The tensor, if nobody has written it since it was kept."""
         ...
+
+
+class Source:
+    """A kept tensor, and how often it had been written when it was kept."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self._version = tensor, version(tensor)
+
+    def as_it_is(self) -> "Source":
+        """The same tensor, kept as it is now."""
+        return Source(self._tensor)
+
+    def tensor(self) -> torch.Tensor:
+        """What autograd gets that asks for it."""
+        return self.unchanged("a block")
+
+    def unchanged(self, block_name: str) -> torch.Tensor:
+        """The tensor, if nobody has written it since; hooks switch autograd's own check off."""
+        if version(self._tensor) != self._version:
+            raise RuntimeError(
+                f"leanstep: a tensor that {block_name} needs for backward was changed in place "
+                "after its forward, so gradients cannot be computed. Change it out of place, or "
+                "train without leanstep to see whether autograd allows it there."
+            )
+        return self._tensor
 
 
 class Held:

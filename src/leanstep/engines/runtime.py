@@ -209,7 +209,8 @@ class BlockRuntime:
         """Run a call as compiled code, or where there is none, as a whole that runs twice."""
         block = self.compiled[place]
         assert block is not None, "a compiled block has a form"
-        spaces = self._spaces(place)
+        # Ours would stand before hooks of the user's, who mean to drop or to move what is saved.
+        spaces = None if saving_hooks_are_set() else self._spaces(place, args, kwargs)
         out, reason = block.run(module, args, kwargs, spaces)
         if spaces is not None:
             spaces.close()
@@ -245,15 +246,17 @@ class BlockRuntime:
         leaves = flat_call(args, kwargs)[0] if decision.border_in else ()
         gate = Gate(rounds.borders, leaves) if decision.border_in else None
         gives = rounds.borders if self.gives[place] else None
-        spaces = self._spaces(place)
+        spaces = self._spaces(place, args, kwargs)
         context = Context(self.name, rounds.saw_backward, gate, gives, rounds.observer, spaces)
         with uncompiled():
             return self.replays[place].run(context, module, forward, args, kwargs)
 
-    def _spaces(self, place: int) -> Spaces | None:
+    def _spaces(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Spaces | None:
         """Where a call parks what goes to the host."""
         offloads = self.offloads[place]
-        return Spaces(self.rounds.lot, self.numbers[place], offloads) if offloads else None
+        if not offloads:
+            return None
+        return Spaces(self.rounds.lot, self.numbers[place], offloads, flat_call(args, kwargs)[0])
 
     def _place(self) -> int:
         """Which of the decisions this call follows: the last whose turn has come."""

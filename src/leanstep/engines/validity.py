@@ -116,6 +116,7 @@ class Watch:
         self.generators = HeldGenerators(modules)
         named = list(reach.globals.values())
         self.may_draw = any(_name_of(own.get(name)) in ("random", "numpy") for own, name in named)
+        self.methods = list(reach.methods.values())
         self.cells = list(reach.cells.values())
         self.functions = list(reach.functions.values())
         self.places: list[tuple[Mapping[str, Any], str]] = []
@@ -154,6 +155,9 @@ class Watch:
         """What is watched as it is now; compare two with `same`."""
         of = self.looks.of
         state = [of(own.get(name, MISSING)) for own, name in self.places]
+        # A method may be put in the place of another, a module may be given another class.
+        state.extend(own.get(name) for own, name in self.methods)
+        state.extend(map(type, self.modules))
         state.extend(map(of, self.cells))
         state.extend(of(function.__defaults__) for function in self.functions)
         state.extend(of(function.__kwdefaults__) for function in self.functions)

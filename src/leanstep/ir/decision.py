@@ -36,11 +36,16 @@ class OpRow(NamedTuple):
     unplanned_peak_freed_bytes: int
 
 
+# The key of an offloaded storage that is not the call's own: its largest input.
+INPUT = "input"
+
+
 class Offload(NamedTuple):
     """One kept storage of a call that waits in host memory between forward and backward.
 
-    It is gone from the device when the call `release` places after its own has ended (0: its own),
-    and on its way back when backward comes to the call `fetch` places after its own.
+    The `key` is that of a storage the call made, or `INPUT`. It is gone from the device when the
+    call `release` places after its own has ended (0: its own), and on its way back when backward
+    comes to the call `fetch` places after its own.
     """
 
     key: str

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from leanstep.blockgraph import BlockGraph
 from leanstep.effects import backward_entry, offload_shifts
 from leanstep.ir import Category, Engine, Link, Offload, Profile
+from leanstep.ir.decision import INPUT
 from leanstep.ir.form import save_key
 from leanstep.planner.options import Option, foreign_readers
 from leanstep.planner.segments import Part
@@ -80,7 +81,11 @@ def roomier(
     A call's share is what the link takes while its forward runs. The other thing returned turns a
     solution of it into one of the problem itself; whether that really fits is another question.
     """
-    own = _Offloader(profile, _link(profile), [(part, part.options.options[0]) for part in parts])
+    link = _link(profile)
+    own = _Offloader(profile, link, [(part, part.options.options[0]) for part in parts])
+    # An input is held for replays, be it that autograd does not save it.
+    least = _Offloader(profile, link, [(part, part.options.options[-1]) for part in parts])
+    inputs = {one.call: one for one in least.candidates if one.key == INPUT}
     origins: dict[int, Choice] = {}
 
     def roomier_call(place: int) -> Call:
@@ -88,9 +93,10 @@ def roomier(
         time = own.clock[part.view.block.stop] - own.clock[part.view.block.start]
         is_last = place == len(parts) - 1
         room = 0 if is_last else int(share * SHARE_OF_RATE * own.link.to_host * time)
-        movable = [candidate for candidate in own.candidates if candidate.call == place]
+        movable = [one for one in own.candidates if one.call == place and one.key != INPUT]
+        given = inputs[place].nbytes if place in inputs else 0
         choices = tuple(
-            _with_room(call, choice, min(room, _kept_bytes(part, movable, number, choice)))
+            _with_room(call, choice, min(room, _kept_bytes(part, movable, number, choice) + given))
             for number, choice in enumerate(call.choices)
         )
         origins.update({id(new): old for new, old in zip(choices, call.choices, strict=True)})
@@ -236,13 +242,32 @@ class _Offloader:
     def candidates(self) -> list[_Candidate]:
         """The kept storages that only their own call needs, in the order forward makes them."""
         readers = foreign_readers(self.views)
-        return [
-            candidate
-            for call, (part, option) in enumerate(self.picked)
-            if option.engine is not Engine.MODULE and not option.drops_border
-            for candidate in _kept(part.view, option, call)
-            if candidate.storage not in readers
-        ]
+        found = []
+        for call, (part, option) in enumerate(self.picked):
+            if option.engine is Engine.MODULE or option.drops_border:
+                continue
+            own = _kept(part.view, option, call)
+            found += [candidate for candidate in own if candidate.storage not in readers]
+            found += self._inputs(call)
+        return found
+
+    def _inputs(self, call: int) -> Iterator[_Candidate]:
+        """The input of a call, where this call alone holds it for backward."""
+        (_, option), view = self.picked[call], self.views[call]
+        before = self.picked[call - 1][1] if call else None
+        if view.input is None or (before is not None and before.drops_border):
+            return
+        if option.engine is Engine.INDUCTOR:
+            is_held = option.forms[1].holds_arguments
+            is_held &= before is None or not any(form.holds_outputs for form in before.forms[1:])
+        else:
+            sources = view.program(option.dropped).all_sources
+            is_held = view.saves_input or any(v.storage == view.input for v in sources)
+        storage = view.graph.storages[view.input]
+        idle = storage.natural_death + 1
+        is_worth_it = storage.nbytes >= LEAST_BYTES and idle < view.first_request
+        if is_held and is_worth_it and not view.shares_input(self.views):
+            yield _Candidate(call, INPUT, storage.nbytes, idle, view.first_request, view.input)
 
 
 def _kept(view: BlockGraph, option: Option, call: int) -> Iterator[_Candidate]:

@@ -39,7 +39,8 @@ def _rate(source: torch.Tensor, target: torch.Tensor) -> float:
         target.copy_(source, non_blocking=True)
     stop.record()
     stop.synchronize()
-    return _REPEATS * _PIECE_BYTES / (start.elapsed_time(stop) * 1e-3)
+    seconds = float(start.elapsed_time(stop)) * 1e-3
+    return _REPEATS * _PIECE_BYTES / seconds
 
 
 def _free_host_bytes() -> int:
