@@ -27,7 +27,9 @@ class Trial:
     reaches. Where the trial came to no figures at all, `failure` says why. `equal` says whether
     every number of the planned step was bit for bit that of the untouched one, or (false) some were
     within the spread that this has from run to run; None where none was compared.
-    `device` is what the figures are about.
+    `device` is what the figures are about. `promised` is what the plan said of a step that was then
+    measured, `host_bytes` what it leaves in host memory, and `textbook` the usual estimate of
+    `checkpoint_sequential` in √n segments, for comparison.
     """
 
     batch: int
@@ -37,6 +39,9 @@ class Trial:
     failure: str = ""
     equal: bool | None = None
     device: str = ""
+    promised: Reading | None = None
+    host_bytes: int = 0
+    textbook: Reading | None = None
 
     def untouched_fits(self, budget_bytes: int) -> bool:
         """Whether the untouched step is inside a budget."""
@@ -91,7 +96,7 @@ class Sweep(Saved):
 class MaxBatch(Saved):
     """The largest batch under a budget without a plan and with one; a batch of 0 fits nothing.
 
-    `trials` are all that were tried on the way. `most_extra` is the share of time that a sample
+    `trials` are all that were tried on the way. `max_slowdown` is the share of time that a sample
     may take longer than in the largest untouched step; None where only memory counted.
     """
 
@@ -102,7 +107,7 @@ class MaxBatch(Saved):
     untouched_batch: int
     planned_batch: int
     trials: tuple[Trial, ...] = field(repr=False)
-    most_extra: float | None = None
+    max_slowdown: float | None = None
     notes: tuple[str, ...] = ()
 
     def trial(self, batch: int) -> Trial | None:
