@@ -53,6 +53,11 @@ class Trial:
         return self.baseline.seconds / self.batch if self.baseline else 0.0
 
     @property
+    def sqrt_peak_bytes(self) -> int | None:
+        """The peak that the textbook promises for √n segments."""
+        return self.textbook.peak_bytes if self.textbook else None
+
+    @property
     def planned_sample_seconds(self) -> float:
         """The planned step's time for each sample; 0 where there is none."""
         return self.planned.seconds / self.batch if self.planned else 0.0
@@ -115,6 +120,16 @@ class MaxBatch(Saved):
         return next((trial for trial in self.trials if trial.batch == batch), None)
 
     @property
+    def largest_untouched(self) -> Trial | None:
+        """The trial of the largest batch that fits as the model stands."""
+        return self.trial(self.untouched_batch)
+
+    @property
+    def largest_planned(self) -> Trial | None:
+        """The trial of the largest batch for which a plan fits, fast enough."""
+        return self.trial(self.planned_batch)
+
+    @property
     def gain(self) -> float:
         """How many times larger the batch is with a plan; 0 where nothing fits without one."""
         return self.planned_batch / self.untouched_batch if self.untouched_batch else 0.0
@@ -122,7 +137,7 @@ class MaxBatch(Saved):
     @property
     def extra_share(self) -> float | None:
         """How much longer a sample takes at the larger batch; None where one side is not known."""
-        before, after = self.trial(self.untouched_batch), self.trial(self.planned_batch)
+        before, after = self.largest_untouched, self.largest_planned
         if before is None or after is None or not before.baseline or not after.planned:
             return None
         return after.planned_sample_seconds / before.baseline_sample_seconds - 1
@@ -172,7 +187,7 @@ def _cells(batch: int, reading: Reading | None) -> tuple[str, str, str]:
 
 def _largest_rows(study: MaxBatch) -> Iterator[tuple[str, ...]]:
     yield ("", "batch", "peak", "step", "samples/s")
-    before, after = study.trial(study.untouched_batch), study.trial(study.planned_batch)
+    before, after = study.largest_untouched, study.largest_planned
     cells = _cells(study.untouched_batch, before.baseline if before else None)
     yield ("without leanstep", str(study.untouched_batch), *cells)
     cells = _cells(study.planned_batch, after.planned if after else None)
