@@ -10,22 +10,29 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from leanstep.errors import BudgetError as BudgetError
 from leanstep.errors import LeanstepError as LeanstepError
+from leanstep.ir import MaxBatch as MaxBatch
 from leanstep.ir import Plan as Plan
 from leanstep.ir import Profile as Profile
+from leanstep.ir import Sweep as Sweep
 from leanstep.ir import Timeline as Timeline
 from leanstep.ir import Verdict as Verdict
+from leanstep.ir import load as load
 
 if _TYPE_CHECKING:
     from leanstep.api import apply as apply
     from leanstep.api import profile as profile
     from leanstep.api import verify as verify
+    from leanstep.checkup import doctor as doctor
     from leanstep.fitter import Fit as Fit
     from leanstep.fitter import fit as fit
     from leanstep.marks import keep as keep
     from leanstep.marks import recompute as recompute
     from leanstep.planner import frontier as frontier
     from leanstep.planner import plan as plan
+    from leanstep.reporters import report as report
     from leanstep.simulator import simulate as simulate
+    from leanstep.study import max_batch as max_batch
+    from leanstep.study import sweep as sweep
 
 __version__ = "0.1.0"
 
@@ -33,32 +40,43 @@ __all__ = [
     "BudgetError",
     "Fit",
     "LeanstepError",
+    "MaxBatch",
     "Plan",
     "Profile",
+    "Sweep",
     "Timeline",
     "Verdict",
     "__version__",
     "apply",
+    "doctor",
     "fit",
     "frontier",
     "keep",
+    "load",
+    "max_batch",
     "plan",
     "profile",
     "recompute",
+    "report",
     "simulate",
+    "sweep",
     "verify",
 ]
 
 _LAZY = {
     "Fit": "leanstep.fitter",
     "apply": "leanstep.api",
+    "doctor": "leanstep.checkup",
     "fit": "leanstep.fitter",
     "frontier": "leanstep.planner",
     "keep": "leanstep.marks",
+    "max_batch": "leanstep.study",
     "plan": "leanstep.planner",
     "profile": "leanstep.api",
     "recompute": "leanstep.marks",
+    "report": "leanstep.reporters",
     "simulate": "leanstep.simulator",
+    "sweep": "leanstep.study",
     "verify": "leanstep.api",
 }
 

@@ -4,7 +4,7 @@ The recorded step gives the level at each op; a plan is the sum of the effects o
 (`effects.py`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +13,19 @@ import numpy.typing as npt
 from leanstep.blockgraph import BlockGraph, views_of
 from leanstep.effects import Effect, Replay, Shift, decision_effect, offload_shifts
 from leanstep.errors import PlanError
-from leanstep.ir import Category, Decision, Engine, Graph, Op, Plan, Point, Profile, Timeline
+from leanstep.ir import (
+    Category,
+    Decision,
+    Engine,
+    Graph,
+    MemoryCurve,
+    Op,
+    Phase,
+    Plan,
+    Point,
+    Profile,
+    Timeline,
+)
 from leanstep.ir.blocks import find_block
 
 
@@ -115,13 +127,15 @@ def _replay_point(profile: Profile, replay: Replay, level: int) -> Point:
 def base_levels(profile: Profile) -> npt.NDArray[np.int64]:
     """The live bytes at the start of each op of the untouched step, and at its end."""
     graph = profile.graph
-    lives = (
-        Shift(storage.birth + 1, storage.death + 1, storage.nbytes, storage.category)
-        for storage in graph.storages
-    )
     apart = profile.other_bytes + profile.slack_bytes
     start = np.full(len(graph.ops) + 1, apart, dtype=np.int64)
-    return shifted(start, lives)
+    return shifted(start, _lives(profile))
+
+
+def _lives(profile: Profile) -> Iterator[Shift]:
+    """Every storage of the untouched step, with its life."""
+    for storage in profile.graph.storages:
+        yield Shift(storage.birth + 1, storage.death + 1, storage.nbytes, storage.category)
 
 
 def shifted(levels: npt.NDArray[np.int64], shifts: Iterable[Shift]) -> npt.NDArray[np.int64]:
@@ -156,6 +170,33 @@ def _breakdown(
                 totals[shift.category] += shift.nbytes
     totals[Category.TEMPORARY] += peak_bytes - sum(totals.values())
     return tuple((category, nbytes) for category, nbytes in totals.items() if nbytes)
+
+
+def memory_curve(profile: Profile, plan: Plan | None = None) -> MemoryCurve:
+    """The bytes of each category at every op of the step, under a plan or untouched."""
+    effects = [] if plan is None else plan_effects(profile, plan)
+    line = timeline(profile, effects)
+    places = np.array([point.position for point in line.points])
+    by_category: dict[Category, list[Shift]] = {category: [] for category in Category}
+    for shift in (*_lives(profile), *(s for effect in effects for s in effect.shifts)):
+        by_category[shift.category].append(shift)
+    empty = np.zeros(len(profile.graph.ops) + 1, dtype=np.int64)
+    levels = {key: shifted(empty, shifts)[places] for key, shifts in by_category.items()}
+    levels[Category.OTHER] += max(0, profile.other_bytes + profile.slack_bytes)
+    peaks = np.array([point.peak_bytes for point in line.points])
+    levels[Category.TEMPORARY] += peaks - sum(levels.values())
+    starts = np.cumsum([0.0, *(point.seconds for point in line.points)])
+    return MemoryCurve(
+        starts=tuple(starts.tolist()),
+        phases=tuple(_phases(profile, line)),
+        layers=tuple((key, tuple(level.tolist())) for key, level in levels.items() if level.any()),
+    )
+
+
+def _phases(profile: Profile, line: Timeline) -> Iterator[Phase]:
+    """The phase in which each op runs: for one that runs again, that of the op it precedes."""
+    ops = profile.graph.ops
+    yield from (ops[min(point.position, len(ops) - 1)].phase for point in line.points)
 
 
 def static_bytes(profile: Profile) -> int:

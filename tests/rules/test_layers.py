@@ -74,10 +74,13 @@ MAY_IMPORT = {
     "models": BASE | {"models"},
     "api": STAGES,
     "fitter": STAGES | {"api"},
+    "checkup": PLANNER | RECORDER | {"profiler"},
+    "study": STAGES | {"api", "fitter", "models", "study"},
     "testing": PLANNER | {"testing"},
-    "__init__": STAGES | {"fitter", "api"},
+    "__init__": STAGES | {"fitter", "api", "study", "checkup"},
     "integrations": {"integrations"},
-    "cli": {"cli"},
+    # The built-in models are a public room of their own.
+    "cli": {"cli", "models"},
     "__main__": {"cli"},
 }
 # They see what a user sees: `import leanstep`, or a public name from it.
@@ -85,7 +88,7 @@ GUESTS = {"integrations", "cli", "__main__"}
 TORCH = {
     *("recorder", "profiler", "imagine", "estimator", "engines", "models", "integrations"),
     *("verifier", "truth", "fitter", "state", "step", "torch_private", "testing", "api", "marks"),
-    *("eager", "owners", "generators", "torch_compiler", "forms", "outcome"),
+    *("eager", "owners", "generators", "torch_compiler", "forms", "outcome", "study", "checkup"),
 }
 WITHOUT_TORCH = (
     "planner",
@@ -120,7 +123,9 @@ def imports_of(path: Path) -> set[tuple[str, str]]:
 
 
 def is_layer(name: str) -> bool:
-    return name in MAY_IMPORT or (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file()
+    # `import leanstep` has no name: the package itself is no layer.
+    is_there = (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file()
+    return bool(name) and (name in MAY_IMPORT or is_there)
 
 
 def layers_in(found: set[tuple[str, str]]) -> set[str]:
@@ -174,8 +179,20 @@ def test_guests_see_only_public_names() -> None:
     for path in SOURCES:
         if layer_of(path) in GUESTS:
             names = {name for module, name in imports_of(path) if module == "leanstep" and name}
+            names |= attributes_of_leanstep(ast.parse(path.read_text(encoding="utf-8")))
 
             assert names <= public_names(), relative(path)
+
+
+def attributes_of_leanstep(tree: ast.AST) -> set[str]:
+    """Return every name that some code takes from the package as `leanstep.name`."""
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "leanstep"
+    }
 
 
 @pytest.mark.parametrize(
@@ -222,6 +239,7 @@ def is_present(name: str) -> bool:
         ("from leanstep import planner, fit", {"planner"}),
         ("def late():\n    from leanstep.cli import main", {"cli"}),
         ("import torch.nn, json", set()),
+        ("import leanstep", set()),
     ],
 )
 def test_rule_sees_every_form_of_import(text: str, layers: set[str]) -> None:

@@ -1,5 +1,7 @@
 """The nouns that pass between stages: frozen values of the standard library, saved as JSON."""
 
+from leanstep.ir.checkup import Checkup as Checkup
+from leanstep.ir.checkup import Finding as Finding
 from leanstep.ir.decision import Decision as Decision
 from leanstep.ir.decision import Engine as Engine
 from leanstep.ir.decision import Offload as Offload
@@ -24,6 +26,8 @@ from leanstep.ir.graph import Unpack as Unpack
 from leanstep.ir.graph import Value as Value
 from leanstep.ir.identity import Identity as Identity
 from leanstep.ir.identity import TensorLook as TensorLook
+from leanstep.ir.load import load as load
+from leanstep.ir.memory import MemoryCurve as MemoryCurve
 from leanstep.ir.peak import Holder as Holder
 from leanstep.ir.peak import Peak as Peak
 from leanstep.ir.plan import Plan as Plan
@@ -31,6 +35,10 @@ from leanstep.ir.profile import Cost as Cost
 from leanstep.ir.profile import Link as Link
 from leanstep.ir.profile import Profile as Profile
 from leanstep.ir.profile import RecipeCost as RecipeCost
+from leanstep.ir.study import MaxBatch as MaxBatch
+from leanstep.ir.study import Reading as Reading
+from leanstep.ir.study import Sweep as Sweep
+from leanstep.ir.study import Trial as Trial
 from leanstep.ir.timeline import Point as Point
 from leanstep.ir.timeline import Timeline as Timeline
 from leanstep.ir.verdict import Verdict as Verdict

@@ -11,7 +11,7 @@ import json
 import types
 import typing
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, Self, TypeVar, get_args, get_origin
 
 from leanstep.errors import InputError
 
@@ -20,23 +20,61 @@ FORMAT_VERSION = 2
 Noun = TypeVar("Noun")
 
 
-def save(noun: object, path: Path) -> None:
-    """Write a noun to a file as JSON."""
+class Saved:
+    """What every noun can do: become JSON, and come back from it."""
+
+    __slots__ = ()
+
+    def to_json(self) -> str:
+        """The text of the file that `save` writes."""
+        return to_json(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON."""
+        save(self, Path(path))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read what `save` wrote."""
+        noun = load(cls, Path(path))
+        noun.check()
+        return noun
+
+    def check(self) -> None:
+        """Raise unless what was read obeys the rules of its kind; most have none."""
+
+
+def to_json(noun: object) -> str:
+    """A noun as JSON, with what it is and in which version of the format."""
     document = {
         "leanstep": type(noun).__name__,
         "format": FORMAT_VERSION,
         "content": to_plain(noun),
     }
-    path.write_text(json.dumps(document, separators=(",", ":")) + "\n")
+    return json.dumps(document, separators=(",", ":"))
+
+
+def save(noun: object, path: Path) -> None:
+    """Write a noun to a file as JSON."""
+    path.write_text(to_json(noun) + "\n")
+
+
+def kind_in(path: Path) -> str:
+    """The name of the noun that a file holds."""
+    return _document(path)[0]
+
+
+def _document(path: Path) -> tuple[str, int, Any]:
+    try:
+        document = json.loads(path.read_text())
+        return document["leanstep"], document["format"], document.get("content")
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path} is not a file that leanstep wrote: {error}") from error
 
 
 def load(kind: type[Noun], path: Path) -> Noun:
     """Read a noun of the given kind from a file."""
-    try:
-        document = json.loads(path.read_text())
-        found, version = document["leanstep"], document["format"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path} is not a file that leanstep wrote: {error}") from error
+    found, version, content = _document(path)
     if found != kind.__name__:
         raise InputError(f"{path} holds a {found}, not a {kind.__name__}")
     if version != FORMAT_VERSION:
@@ -44,7 +82,7 @@ def load(kind: type[Noun], path: Path) -> Noun:
             f"{path} has format {version}, this leanstep reads {FORMAT_VERSION}: make it anew"
         )
     try:
-        return typing.cast(Noun, from_plain(kind, document["content"]))
+        return typing.cast(Noun, from_plain(kind, content))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path} holds a {found} that is damaged: {error}") from error
 

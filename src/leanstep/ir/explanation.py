@@ -4,6 +4,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from leanstep.ir.codec import Saved
 from leanstep.ir.decision import Decision, Engine, OpRow
 from leanstep.ir.peak import Holder, Peak
 from leanstep.ir.text import names_in_a_row, table
@@ -34,7 +35,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation:
+class Explanation(Saved):
     """What a plan does, and where and why its step has its peak; print it, or read the parts."""
 
     model: str
@@ -55,6 +56,19 @@ class Explanation:
         if self.peak_moved and self.unplanned is not None:
             lines += ["", *_peak_lines("the unplanned peak", self.unplanned, "planned")]
         return "\n".join([*lines, "", *self._blocks()])
+
+    def brief(self) -> str:
+        """The same without the ops: a row for block calls in a row that got the same decision."""
+        lines = [f"{self.model} · solver {self.solver} · budget {format_bytes(self.budget_bytes)}"]
+        rows = [("block", "engine", "dropped", "extra time", "why")]
+        order = [name for member in self.groups for name in member.names]
+        for member in self.groups:
+            cells = ("–", "–")
+            if member.engine is not Engine.UNTOUCHED:
+                cells = (format_bytes(member.dropped_bytes), format_seconds(member.seconds))
+            name = names_in_a_row(member.names, order)
+            rows.append((name, member.engine.value, *cells, member.why))
+        return "\n".join([*lines, "", *self._summary(), "", *table(rows, left=(0, 1, 4))])
 
     @property
     def peak_moved(self) -> bool:

@@ -1,10 +1,8 @@
 """The whole curve of peak against time, for each solver."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Self
 
-from leanstep.ir import codec
+from leanstep.ir.codec import Saved
 from leanstep.ir.text import table
 from leanstep.units import format_bytes
 
@@ -22,7 +20,7 @@ class FrontierPoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Frontier:
+class Frontier(Saved):
     """The points of all solvers, by solver and falling budget.
 
     A budget that a solver cannot meet has no point. `floors` is the least peak of each solver.
@@ -42,15 +40,6 @@ class Frontier:
     def solvers(self) -> tuple[str, ...]:
         """The solvers that were asked."""
         return tuple(name for name, _ in self.floors)
-
-    def save(self, path: str | Path) -> None:
-        """Write the frontier as JSON."""
-        codec.save(self, Path(path))
-
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Read a frontier that `save` wrote."""
-        return codec.load(cls, Path(path))
 
     def __str__(self) -> str:
         """A table: extra time in % of the step, a row a budget, a column a solver."""

@@ -2,20 +2,19 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Self
 
 from leanstep.errors import PlanError
-from leanstep.ir import codec
+from leanstep.ir.codec import Saved
 from leanstep.ir.decision import Decision, Engine
 from leanstep.ir.explanation import Explanation, group
 from leanstep.ir.form import Kind
 from leanstep.ir.identity import Identity
 from leanstep.ir.peak import Peak
+from leanstep.units import format_percent, format_seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Saved):
     """One decision for each block call, and what the simulator says of them together.
 
     `bound_seconds` is a proved lower bound on the extra seconds of any plan in the same space,
@@ -83,16 +82,17 @@ class Plan:
             groups=group(self.decisions),
         )
 
-    def save(self, path: str | Path) -> None:
-        """Write the plan as JSON."""
-        codec.save(self, Path(path))
+    def __str__(self) -> str:
+        """What is planned, block by block; `explain()` says it op by op."""
+        proof = (
+            f"at most {format_percent(self.gap)} from the least extra time of any such plan "
+            f"(proved bound {format_seconds(self.bound_seconds)})"
+        )
+        return "\n".join([self.explain().brief(), "", proof, *self.notes])
 
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Read a plan that `save` wrote."""
-        plan = codec.load(cls, Path(path))
-        check_plan(plan)
-        return plan
+    def check(self) -> None:
+        """Raise PlanError unless the plan is one that can be applied."""
+        check_plan(self)
 
 
 def check_plan(plan: Plan) -> None:

@@ -1,16 +1,16 @@
 """What the profiler found out about one training step on one device."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Self
 
-from leanstep.ir import codec
 from leanstep.ir.check import check_blocks, check_graph
+from leanstep.ir.codec import Saved
 from leanstep.ir.decision import Engine
 from leanstep.ir.exclusion import Exclusion
 from leanstep.ir.form import Kind
 from leanstep.ir.graph import Block, Graph
 from leanstep.ir.identity import Identity
+from leanstep.ir.text import table
+from leanstep.units import format_bytes, format_seconds
 
 # The CPU time of a replayed op, and of a planned call of a block with all that it saves, in units
 # of the time that issuing one op of the untouched step takes. As measured beside an H200 by
@@ -55,7 +55,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class Profile(Saved):
     """The recorded step with its blocks and measured costs.
 
     `step_seconds` is the untouched step's time on the device. `other_bytes` is what else was
@@ -116,14 +116,18 @@ class Profile:
         """Whether an engine must not run a block call."""
         return any(one.engine is engine and one.covers(block) for one in self.exclusions)
 
-    def save(self, path: str | Path) -> None:
-        """Write the profile as JSON."""
-        codec.save(self, Path(path))
+    def __str__(self) -> str:
+        """What a person wants to know first: the peak, the time, and where they come from."""
+        device = f"{self.device} (estimated)" if self.estimated else self.device
+        rows = [
+            ("peak memory", format_bytes(self.peak_bytes)),
+            ("step time", format_seconds(self.step_seconds)),
+            ("recorded", f"{len(self.graph.ops)} ops, {len(self.blocks)} block calls"),
+        ]
+        title = f"{self.model} · {device} · torch {self.torch_version}"
+        return "\n".join([title, "", *table(rows, left=(0, 1)), "", *self.notes]).rstrip()
 
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Read a profile that `save` wrote."""
-        profile = codec.load(cls, Path(path))
-        check_graph(profile.graph)
-        check_blocks(profile.graph, profile.blocks)
-        return profile
+    def check(self) -> None:
+        """Raise unless the graph and its blocks obey their rules."""
+        check_graph(self.graph)
+        check_blocks(self.graph, self.blocks)

@@ -1,17 +1,15 @@
 """What was promised and what was measured, side by side."""
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Self
 
-from leanstep.ir import codec
+from leanstep.ir.codec import Saved
 
 # The share of the peak beyond which gaps in what the allocator holds are worth a word.
 _MUCH_WASTED = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(Saved):
     """The comparison of the untouched step with the planned one.
 
     `different` names what was not equal; it is empty when `gradients_equal`, `buffers_equal`,
@@ -69,12 +67,3 @@ class Verdict:
         gaps_bytes = self.measured_reserved_bytes - self.measured_peak_bytes
         is_much = gaps_bytes > _MUCH_WASTED * self.measured_peak_bytes
         return gaps_bytes if is_much and not self.expandable_segments else 0
-
-    def save(self, path: str | Path) -> None:
-        """Write the verdict as JSON."""
-        codec.save(self, Path(path))
-
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Read a verdict that `save` wrote."""
-        return codec.load(cls, Path(path))

@@ -1,0 +1,74 @@
+"""`leanstep fit`: profile, plan, apply, verify."""
+
+from typing import Annotated
+
+import typer
+
+import leanstep
+from leanstep.cli.options import (
+    Autocast,
+    Batch,
+    Budget,
+    Device,
+    Engine,
+    Exact,
+    Force,
+    Image,
+    Json,
+    Offload,
+    Optimizer,
+    OutputPath,
+    Seq,
+    Solver,
+    Target,
+)
+from leanstep.cli.output import Output, progress
+from leanstep.cli.source import Source
+
+
+def fit(
+    target: Target,
+    budget: Budget = "60%",
+    batch: Batch = None,
+    seq: Seq = None,
+    image: Image = None,
+    autocast: Autocast = None,
+    optimizer: Optimizer = None,
+    device: Device = None,
+    solver: Solver = "auto",
+    engine: Engine = "auto",
+    offload: Offload = True,
+    exact: Exact = True,
+    takeover: Annotated[
+        bool,
+        typer.Option("--takeover", help="Switch off checkpointing that the model already has."),
+    ] = False,
+    as_json: Json = False,
+    output: OutputPath = None,
+    force: Force = False,
+) -> None:
+    """Do it all here: profile, plan, apply, and compare every number with the untouched step.
+
+    -o writes the plan, --json prints the verdict. Leaves with 3 if it does not fit.
+    """
+    out = Output(as_json, output, force)
+    source = Source(target, batch, seq, image, autocast, optimizer, device)
+    model, data, loss, update = source.ingredients()
+    with progress(f"fitting {target}"):
+        fitted = leanstep.fit(
+            model,
+            data,
+            loss,
+            optimizer=update,
+            budget=budget,
+            solver=solver,
+            engine=engine,
+            offload=offload,
+            exact=exact,
+            takeover=takeover,
+        )
+    verdict = fitted.verdict
+    assert verdict is not None, "fit verifies unless it is told not to"
+    out.deliver(verdict, str(fitted), saved=fitted.plan)
+    if not verdict.within_budget:
+        raise typer.Exit(leanstep.BudgetError.exit_code)

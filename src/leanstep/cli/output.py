@@ -1,0 +1,72 @@
+"""Where results go: a table or JSON on standard output, a file; progress on standard error."""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import typer
+
+
+class Result(Protocol):
+    """What every noun of leanstep's can do."""
+
+    def to_json(self) -> str:
+        """The text of a file."""
+
+    def save(self, path: str | Path) -> None:
+        """Write the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Made before the work begins: a file that may not be written ends it at once."""
+
+    as_json: bool
+    path: Path | None
+    force: bool
+
+    def __post_init__(self) -> None:
+        if self.path is None:
+            return
+        if self.path.exists() and not self.force:
+            raise typer.BadParameter(f"{self.path} is there already: --force overwrites it")
+        if not self.path.parent.is_dir():
+            raise typer.BadParameter(f"there is no folder {self.path.parent}")
+
+    def deliver(self, result: Result, text: str | None = None, saved: Result | None = None) -> None:
+        """Print a result, and write it (or what else is to be saved) to the file."""
+        typer.echo(result.to_json() if self.as_json else text or str(result))
+        if self.path is not None:
+            (saved or result).save(self.path)
+            say_written(self.path)
+
+
+def say_written(path: Path) -> None:
+    """Tell the person at the terminal, not the program that reads the output."""
+    typer.echo(f"wrote {path}", err=True)
+
+
+@contextmanager
+def progress(what: str, total: int | None = None) -> Iterator[Callable[[str], None]]:
+    """Show work on standard error, if that is a terminal; call what comes with each part done."""
+    # rich draws from Python's generator as it is imported.
+    state = random.getstate()
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    random.setstate(state)
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    # Drawn seldom: steps are being timed meanwhile.
+    with Progress(
+        *columns,
+        console=console,
+        transient=True,
+        refresh_per_second=2,
+        disable=not console.is_terminal,
+    ) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.update(task, advance=1, description=f"{what}: {done}")

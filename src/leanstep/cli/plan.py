@@ -1,0 +1,53 @@
+"""`leanstep plan`: what to keep and what to drop under a budget."""
+
+import leanstep
+from leanstep.cli.options import (
+    Autocast,
+    Batch,
+    Budget,
+    Device,
+    Engine,
+    Exact,
+    Force,
+    Image,
+    Json,
+    Offload,
+    Optimizer,
+    OutputPath,
+    Seq,
+    Solver,
+    TargetOrRun,
+)
+from leanstep.cli.output import Output, progress
+from leanstep.cli.source import Source
+
+
+def plan(
+    target: TargetOrRun,
+    budget: Budget = "60%",
+    batch: Batch = None,
+    seq: Seq = None,
+    image: Image = None,
+    autocast: Autocast = None,
+    optimizer: Optimizer = None,
+    device: Device = None,
+    solver: Solver = "auto",
+    engine: Engine = "auto",
+    offload: Offload = True,
+    exact: Exact = True,
+    as_json: Json = False,
+    output: OutputPath = None,
+    force: Force = False,
+) -> None:
+    """Decide what each block keeps, so that the step fits the budget in the least time.
+
+    Leaves with 3 if no plan fits.
+    """
+    out = Output(as_json, output, force)
+    source = Source(target, batch, seq, image, autocast, optimizer, device)
+    known = source.profile(engine, exact=exact)
+    with progress("planning"):
+        found = leanstep.plan(
+            known, budget, solver=solver, engine=engine, offload=offload, exact=exact
+        )
+    out.deliver(found)

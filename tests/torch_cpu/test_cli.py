@@ -1,0 +1,280 @@
+"""The command line, as a person or a program would use it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import leanstep
+from leanstep.cli import app
+
+SRC = Path(leanstep.__file__).resolve().parents[1]
+COMMANDS = (
+    *("demo", "profile", "plan", "explain", "fit", "frontier", "sweep", "max-batch"),
+    *("report", "doctor"),
+)
+FACTORY = """
+import torch
+from torch import nn
+
+def make(batch=512, width=64):
+    layers = lambda: (nn.Linear(width, 256), nn.GELU(), nn.Linear(256, width))
+    model = nn.Sequential(*[nn.Sequential(*layers()) for _ in range(4)])
+    loss = lambda model, batch: model(batch).square().mean()
+    return model, torch.randn(batch, width), loss, torch.optim.SGD(model.parameters(), lr=0.1)
+
+def without_batch():
+    return make()
+
+def number():
+    return 3
+"""
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """A folder of the user's, with a module in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "users_train.py").write_text(FACTORY)
+    yield tmp_path
+    sys.modules.pop("users_train", None)
+
+
+@pytest.fixture(scope="module")
+def run_text():
+    """A profile, made once by the command itself."""
+    done = run("profile", "gpt2-tiny", "--batch", 32, "--device", "h200", "--json")
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+@pytest.fixture
+def run_json(folder, run_text):
+    path = folder / "run.json"
+    path.write_text(run_text)
+    return path
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself_and_ends_with_an_example(command):
+    done = run(command, "--help")
+
+    assert done.exit_code == 0
+    assert f"Example: leanstep {command}" in done.stdout.strip().splitlines()[-1]
+    assert "--force" in done.stdout and "--output" in done.stdout
+
+
+def test_all_commands_are_listed():
+    said = run("--help").stdout
+
+    assert all(f" {command} " in said for command in COMMANDS)
+
+
+def test_the_command_line_loads_no_torch_before_it_is_needed():
+    program = (
+        "import sys; from leanstep.cli import app\n"
+        "from typer.testing import CliRunner\n"
+        "assert CliRunner().invoke(app, ['plan', '--help']).exit_code == 0\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(SRC)}
+
+    assert subprocess.run([sys.executable, "-c", program], env=environment).returncode == 0
+
+
+def test_python_m_leanstep_runs_it():
+    environment = {**os.environ, "PYTHONPATH": str(SRC)}
+    command = [sys.executable, "-m", "leanstep", "--version"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+
+    assert done.stdout == f"leanstep {leanstep.__version__}\n"
+
+
+def test_a_profile_is_planned_explained_and_drawn_from_its_file(run_json, folder):
+    assert leanstep.Profile.load(run_json).estimated
+    planned = run("plan", run_json, "--budget", "80%", "--no-offload", "-o", "plan.json")
+    assert planned.exit_code == 0, planned.output
+    assert "layers." in planned.stdout and "at most" in planned.stdout
+    assert "wrote plan.json" in planned.stderr
+
+    plan = leanstep.Plan.load("plan.json")
+    assert plan.peak_bytes <= plan.budget_bytes
+    assert run("explain", "plan.json").stdout.strip() == str(plan.explain()).strip()
+    assert json.loads(run("explain", "plan.json", "--json").stdout)["leanstep"] == "Explanation"
+
+    pytest.importorskip("matplotlib")
+    drawn = run("report", run_json, "--plan", "plan.json", "-o", "memory.svg")
+    assert drawn.exit_code == 0, drawn.output
+    assert Path("memory.svg").stat().st_size > 1000
+
+
+def test_json_on_standard_output_is_the_file_and_nothing_else(run_json, folder):
+    done = run("plan", run_json, "--budget", "80%", "--json", "-o", "plan.json")
+
+    assert done.stdout == Path("plan.json").read_text()
+
+
+def test_a_profile_of_a_model_says_what_it_found():
+    done = run("profile", "users_train:make", "--batch", 64, "--device", "h200")
+
+    assert done.exit_code == 0, done.output
+    assert "NVIDIA H200 (estimated)" in done.stdout and "peak memory" in done.stdout
+
+
+def test_no_file_is_overwritten_without_force(run_json):
+    Path("plan.json").write_text("mine")
+
+    refused = run("plan", run_json, "--budget", "90%", "-o", "plan.json")
+    assert refused.exit_code == 2
+    assert "--force overwrites it" in " ".join(refused.stderr.split())
+    assert Path("plan.json").read_text() == "mine"
+
+    assert run("plan", run_json, "--budget", "90%", "-o", "plan.json", "--force").exit_code == 0
+    assert leanstep.Plan.load("plan.json")
+
+
+def test_a_budget_that_cannot_be_met_says_what_to_type_next(run_json):
+    done = run("plan", run_json, "--budget=1MiB", "--no-offload")
+
+    assert done.exit_code == 3
+    assert "Traceback" not in done.output
+    error, hint = done.stderr.strip().splitlines()
+    assert error.startswith("error: no plan fits 1.0 MiB")
+    typed = hint.removeprefix("to type next: leanstep ").split()
+    assert run(*typed).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("plan", "resnet15"), "did you mean 'resnet152'?"),
+        (("plan", "users_train:mak"), "did you mean 'make'?"),
+        (("plan", "users_trian:make"), "no module is called 'users_trian'"),
+        (("plan", "nowhere.py:make"), "nowhere.py is not a file"),
+        (("plan", "gpt2-tiny", "--device", "h20"), "did you mean 'h200'?"),
+        (("profile", "users_train:make", "--seq", "8"), "unexpected keyword argument 'seq'"),
+        (("fit", "users_train:make", "--device", "h200"), "plan says what it would do there"),
+        (("plan", "nowhere.json"), "there is no file nowhere.json"),
+        (("max-batch", "run.json", "--budget", "1GiB"), "run.json is a file: this command runs"),
+        (("fit", "run.json", "--device", "h200"), "run.json is a file: this command runs"),
+        (("sweep", "gpt2-tiny", "--batch", "1;2"), "is not a list such as 1,2,4,8"),
+        (("sweep", "gpt2-tiny"), "none is here; write a size"),
+        (("plan", "gpt2-tiny", "--engine", "replya"), "did you mean 'replay'?"),
+        (("plan", "users_train"), "as users_train:make"),
+        (("plan", "users_train.py"), "as users_train:make"),
+        (("plan", "users_train:number"), "returns int: a factory returns a tuple of model"),
+        (
+            ("max-batch", "gpt2-tiny", "--device", "h200", "--max-slowdown", "fast"),
+            "max_slowdown 'fast' is not a share",
+        ),
+        (
+            ("sweep", "users_train:without_batch", "--batch", "1", "--budget", "1GiB"),
+            "unexpected keyword argument 'batch'",
+        ),
+        (("plan", "run.json", "--batch", "4"), "its sizes and device are fixed"),
+        (("plan", "run.json", "--solver", "mu_tow"), "did you mean 'mu_two'?"),
+        (("report", "run.json", "-o", "memory.bmp"), "end it in .png or .svg"),
+        (("explain", "run.json"), "holds a Profile, not a Plan"),
+        (("plam",), "Did you mean 'plan'?"),
+    ],
+)
+def test_a_wrong_word_gets_a_sentence_and_no_traceback(arguments, said, run_json):
+    done = run(*arguments)
+
+    assert done.exit_code == 2
+    # A box is drawn around some; its lines break where it is full.
+    assert said in " ".join(done.stderr.replace("│", " ").split())
+    assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize("target", ["users_train:make", "users_train.py:make"])
+def test_a_factory_of_the_current_folder_is_fitted_and_verified(target):
+    done = run("fit", target, "--batch", 2048, "--budget", "80%", "-o", "plan.json")
+
+    assert done.exit_code == 0, done.output
+    assert "bit-equal to the untouched model" in done.stdout
+    assert leanstep.Plan.load("plan.json").changed
+
+
+def test_the_demo_trains_the_same_losses(monkeypatch):
+    for name, value in (("_MODEL", "gpt2-tiny"), ("_SEQ", 32), ("_BUDGET", "95%")):
+        monkeypatch.setattr(sys.modules["leanstep.cli.demo"], name, value)
+
+    done = run("demo")
+
+    assert done.exit_code == 0, done.output
+    assert "losses untouched against fitted: equal, bit for bit" in done.stdout
+
+
+def test_fit_prints_its_verdict_as_json():
+    done = run("fit", "users_train:make", "--batch", 2048, "--budget", "80%", "--json")
+
+    Path("verdict.json").write_text(done.stdout)
+    assert leanstep.Verdict.load("verdict.json").within_budget
+
+
+def test_a_frontier_has_a_column_for_each_solver(run_json):
+    arguments = ("--points", 3, "--solver", "optimal", "--solver", "mu_two")
+    done = run("frontier", run_json, *arguments)
+
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines()[1].split() == ["budget", "share", "optimal", "mu_two"]
+
+
+def test_a_sweep_is_printed_saved_and_drawn():
+    arguments = ("--batch", "256,4096", "--budget", "12MiB", "--device", "h200", "-o", "s.json")
+    done = run("sweep", "users_train:make", *arguments)
+
+    assert done.exit_code == 0, done.output
+    assert "users_train:make · NVIDIA H200 (estimated)" in done.stdout
+    assert [trial.batch for trial in leanstep.Sweep.load("s.json").trials] == [256, 4096]
+    pytest.importorskip("matplotlib")
+    assert run("report", "s.json", "-o", "sweep.png").exit_code == 0
+
+
+def test_studies_in_which_nothing_fits_leave_with_the_code_of_a_budget():
+    limits = ("--budget", "1KiB", "--device", "h200")
+
+    assert run("sweep", "users_train:make", "--batch", 8, *limits).exit_code == 3
+    assert run("max-batch", "users_train:make", *limits).exit_code == 3
+
+
+def test_the_levers_of_fit_have_switches():
+    levers = ("--engine", "module", "--no-offload", "--inexact", "--takeover")
+    done = run("fit", "users_train:make", "--batch", 2048, "--budget", "90%", *levers)
+
+    assert done.exit_code == 0, done.output
+    assert " module " in done.stdout
+
+
+def test_the_largest_batch_is_found_and_printed_as_json():
+    limits = ("--budget", "8MiB", "--device", "h200", "--json", "--max-slowdown", "50%")
+    done = run("max-batch", "users_train:make", *limits)
+
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)["content"]
+    assert 0 < found["untouched_batch"] < found["planned_batch"]
+    assert found["max_slowdown"] == 0.5
+
+
+def test_the_doctor_answers_in_both_forms():
+    assert "solvers" in run("doctor").stdout
+    assert json.loads(run("doctor", "--json").stdout)["leanstep"] == "Checkup"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_a_sentence():
+    done = run("fit", "bert-tiny", "--device", "cuda")
+
+    assert done.exit_code == 2
+    assert "torch finds no GPU" in done.stderr
