@@ -55,7 +55,7 @@ class Plan(Saved):
     @property
     def host_bytes(self) -> int:
         """The pinned host memory that offloaded activations take."""
-        return sum(entry.nbytes for d in self.decisions for entry in d.offload)
+        return sum(decision.host_bytes for decision in self.decisions)
 
     @property
     def pairs(self) -> Iterator[tuple[Decision, Decision | None]]:

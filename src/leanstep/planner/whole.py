@@ -1,7 +1,7 @@
 """The public verb: from a profile and a budget to a plan."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from leanstep.blockgraph import BlockGraph
 from leanstep.errors import BudgetError
@@ -25,6 +25,8 @@ SHARES_OF_LINK = (1.0, 0.9, 0.8, 0.65, 0.5, 0.35, 0.2, 0.1)
 # Budgets tried for the least reachable peak with the host's help.
 FLOOR_TRIALS = 4
 
+Roomier = tuple[Problem, Callable[[Solution], Solution]]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Space:
@@ -36,6 +38,14 @@ class Space:
     parts: Parts
     problem: Problem
     exact: bool = True
+    # Worked out once for all budgets: it takes as long as a plan.
+    _rooms: dict[float, Roomier] = field(default_factory=dict, repr=False)
+
+    def roomier(self, share: float) -> Roomier:
+        """The problem with so much of what the link could move gone to the host."""
+        if share not in self._rooms:
+            self._rooms[share] = roomier(self.profile, self.problem, self.parts.alone, share)
+        return self._rooms[share]
 
     @property
     def views(self) -> tuple[BlockGraph, ...]:
@@ -197,7 +207,7 @@ def _with_more_room(space: Space, solver: Solver, budget_bytes: int) -> Answer |
     """
     profile = space.profile
     for share in SHARES_OF_LINK if capacity_bytes(profile) else ():
-        problem, back = roomier(profile, space.problem, space.parts.alone, share)
+        problem, back = space.roomier(share)
         solution = back(solver.solve(problem, budget_bytes))
         if not solution.is_found:
             return None

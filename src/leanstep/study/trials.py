@@ -1,7 +1,7 @@
 """One batch size, tried: predicted from an estimated profile, or measured on the device."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,8 @@ from leanstep import planner
 from leanstep.api import profile
 from leanstep.errors import BudgetError, MeasureError
 from leanstep.fitter import fit
-from leanstep.ir import Reading, Trial
+from leanstep.ir import Profile, Reading, Trial
+from leanstep.simulator import static_bytes
 from leanstep.study.isolation import alone
 from leanstep.truth import return_cached
 
@@ -55,9 +56,16 @@ def predicted(conditions: Conditions, batch: int) -> Trial:
             offload=conditions.offload,
         )
     except BudgetError as error:
-        return Trial(batch, baseline, None, floor_bytes=error.floor_bytes, device=device)
+        trial = Trial(batch, baseline, None, floor_bytes=error.floor_bytes, device=device)
+        return _with_step(trial, known)
     seconds = plan.step_seconds + plan.extra_seconds
-    return Trial(batch, baseline, Reading(plan.peak_bytes, seconds, measured=False), device=device)
+    planned = Reading(plan.peak_bytes, seconds, measured=False)
+    return _with_step(Trial(batch, baseline, planned, device=device), known)
+
+
+def _with_step(trial: Trial, known: Profile) -> Trial:
+    """The same with what the rule of thumb needs of the untouched step."""
+    return replace(trial, static_bytes=static_bytes(known), num_blocks=len(known.blocks))
 
 
 def measured(conditions: Conditions, batch: int) -> Trial:
@@ -90,14 +98,16 @@ def _measured(conditions: Conditions, batch: int) -> Trial:
     except BudgetError as error:
         known = profile(model, data, loss, optimizer=optimizer, engine=conditions.engine)
         baseline = Reading(known.peak_bytes, known.step_seconds, known.fits_device)
-        return Trial(batch, baseline, None, floor_bytes=error.floor_bytes, device=known.device)
+        trial = Trial(batch, baseline, None, floor_bytes=error.floor_bytes, device=known.device)
+        return _with_step(trial, known)
     verdict = fitted.verdict
     fitted.remove()
     assert verdict is not None, "fit verifies unless it is told not to"
-    return Trial(
+    trial = Trial(
         batch,
         Reading(verdict.baseline_peak_bytes, verdict.baseline_seconds, verdict.baseline_fits),
         Reading(verdict.measured_peak_bytes, verdict.measured_seconds, measured=True),
         equal=verdict.exact,
         device=fitted.profile.device,
     )
+    return _with_step(trial, fitted.profile)

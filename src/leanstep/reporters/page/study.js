@@ -1,0 +1,57 @@
+// Peak, step time and throughput against the batch, untouched and planned.
+
+function startStudy(data) {
+  const {study} = data;
+  const gain = study.largest_before ? `, ${(study.largest_after / study.largest_before).toFixed(2)} × as large` : "";
+  byId("batches-caption").textContent =
+    `Under ${formatBytes(study.budget_bytes)} the largest batch tried is ${study.largest_before || "none"} untouched and ${study.largest_after || "none"} planned${gain}. Open marks are predicted, filled ones measured.`;
+  const rule = study.points.some((point) => point.sqrt_peak_bytes !== null) ? [["√n rule: 2√n of n blocks' activations", "var(--rule)", "dash"]] : [];
+  fillLegend("batches-legend", [["untouched", "var(--before)"], ["planned", "var(--after)"], ["budget", "var(--bad)", "dash"], ...rule]);
+  plot("batches-peak-plot", "Peak memory against the batch", () => peakFigure(study));
+  plot("batches-time-plot", "Step time against the batch", () => {
+    const [unit, seconds] = timeScale(Math.max(...readings(study).map((reading) => reading.seconds)));
+    return studyFigure(study, `step time, ${unit}`, (_, reading) => reading.seconds / seconds);
+  });
+  plot("batches-rate-plot", "Samples a second against the batch",
+    () => studyFigure(study, "samples a second", (batch, reading) => batch / reading.seconds));
+}
+
+function readings(study) {
+  return study.points.flatMap((point) => [point.before, point.after]).filter(Boolean);
+}
+
+function studyFigure(study, title, value, more = []) {
+  const line = (which, shade) => {
+    const points = study.points.filter((point) => point[which]);
+    const largest = study[`largest_${which}`];
+    return {
+      type: "scatter", mode: "lines+markers", name: which, x: points.map((point) => point.batch), y: points.map((point) => value(point.batch, point[which])),
+      line: {color: colour(shade), width: 2},
+      marker: {opacity: 1, size: points.map((point) => (point.batch === largest ? 13 : 8)),
+               color: points.map((point) => (point[which].measured ? colour(shade) : colour("paper"))),
+               symbol: points.map((point) => (point.batch === largest ? "diamond" : "circle")),
+               line: {width: 2, color: colour(shade)}},
+      hovertemplate: `batch %{x}: %{y:.3~g}<extra>${which === "after" ? "planned" : "untouched"}</extra>`,
+    };
+  };
+  return {traces: [line("before", "before"), line("after", "after"), ...more], layout: {
+    height: 300, hovermode: "closest", dragmode: false, margin: {l: 8, r: 12, t: 34, b: 8},
+    title: {text: title, font: {size: 13, color: colour("ink")}, x: 0, xref: "paper", xanchor: "left", y: 0.97},
+    xaxis: axis("batch", {rangemode: "tozero", fixedrange: true}), yaxis: axis("", {rangemode: "tozero", fixedrange: true}),
+  }};
+}
+
+function peakFigure(study) {
+  const most = Math.max(study.budget_bytes, ...readings(study).map((reading) => reading.peak_bytes));
+  const [unit, bytes] = byteScale(most);
+  const known = study.points.filter((point) => point.sqrt_peak_bytes !== null);
+  const rule = known.length ? [{
+    type: "scatter", mode: "lines", name: "√n rule", x: known.map((point) => point.batch), y: known.map((point) => point.sqrt_peak_bytes / bytes),
+    line: {color: colour("rule"), width: 1.5, dash: "dash"}, hovertemplate: "batch %{x}: %{y:.3~g}<extra>√n rule</extra>",
+  }] : [];
+  const figure = studyFigure(study, `peak, ${unit}`, (_, reading) => reading.peak_bytes / bytes, rule);
+  const line = budgetLine(study.budget_bytes, bytes, "y");
+  figure.layout.shapes = line.shapes;
+  figure.layout.annotations = line.annotations.map((note) => ({...note, x: 0, xanchor: "left"}));
+  return figure;
+}
