@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from leanstep.errors import BudgetError, MeasureError, VerifyError
 from leanstep.ir import Exclusion, Plan, Profile, Verdict
 from leanstep.owners import Taken, taken_over
 from leanstep.planner.options import check_engine
-from leanstep.reporters.terminal import render
+from leanstep.reporters import render, report
 from leanstep.solvers.base import Solver
 from leanstep.solvers.registry import find_solver
 from leanstep.step import Loss, TrainingStep, make_step
@@ -47,6 +48,13 @@ class Fit:
     def __repr__(self) -> str:
         """The same table: this is what a notebook shows."""
         return str(self)
+
+    def report(self, path: str | Path) -> None:
+        """Write what was found as a page (`.html`), a figure (`.png`, `.svg`) or a trace (`.json`).
+
+        Pages and figures need `pip install leanstep[report]`.
+        """
+        report([self.profile, self.plan, *([self.verdict] if self.verdict else [])], path)
 
     def remove(self) -> None:
         """Give the model back exactly as it was."""

@@ -1,6 +1,5 @@
 """What a study of batch sizes found: peak and time of a step, with and without a plan."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -28,8 +27,7 @@ class Trial:
     reaches. Where the trial came to no figures at all, `failure` says why. `equal` says whether
     every number of the planned step was bit for bit that of the untouched one, or (false) some were
     within the spread that this has from run to run; None where none was compared.
-    `device` is what the figures are about. Of the untouched step, `static_bytes` is what is there
-    before it begins, and `num_blocks` how many block calls it has; 0 where that is not known.
+    `device` is what the figures are about.
     """
 
     batch: int
@@ -39,19 +37,6 @@ class Trial:
     failure: str = ""
     equal: bool | None = None
     device: str = ""
-    static_bytes: int = 0
-    num_blocks: int = 0
-
-    @property
-    def sqrt_peak_bytes(self) -> int | None:
-        """The peak by the rule of thumb: of n blocks' activations, 2√n blocks' are held at once.
-
-        √n checkpoints, and the √n blocks between two of them while they run again.
-        """
-        if self.baseline is None or self.num_blocks < 1:
-            return None
-        moving = self.baseline.peak_bytes - self.static_bytes
-        return self.static_bytes + int(moving * min(1.0, 2 / math.sqrt(self.num_blocks)))
 
     def untouched_fits(self, budget_bytes: int) -> bool:
         """Whether the untouched step is inside a budget."""

@@ -210,7 +210,7 @@ def _shares(peak: Peak) -> PeakShares:
     owners: dict[str, int] = {}
     for holder in peak.holders:
         groups[GROUP_OF[holder.category]] += holder.nbytes
-        name = holder.owner or holder.category.value
+        name = holder.owner or GROUPS[GROUP_OF[holder.category]][0]
         owners[name] = owners.get(name, 0) + holder.nbytes
     return PeakShares(
         peak_bytes=peak.peak_bytes,

@@ -1,7 +1,7 @@
 """One batch size, tried: predicted from an estimated profile, or measured on the device."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,8 +11,7 @@ from leanstep import planner
 from leanstep.api import profile
 from leanstep.errors import BudgetError, MeasureError
 from leanstep.fitter import fit
-from leanstep.ir import Profile, Reading, Trial
-from leanstep.simulator import static_bytes
+from leanstep.ir import Reading, Trial
 from leanstep.study.isolation import alone
 from leanstep.truth import return_cached
 
@@ -56,16 +55,9 @@ def predicted(conditions: Conditions, batch: int) -> Trial:
             offload=conditions.offload,
         )
     except BudgetError as error:
-        trial = Trial(batch, baseline, None, floor_bytes=error.floor_bytes, device=device)
-        return _with_step(trial, known)
+        return Trial(batch, baseline, None, floor_bytes=error.floor_bytes, device=device)
     seconds = plan.step_seconds + plan.extra_seconds
-    planned = Reading(plan.peak_bytes, seconds, measured=False)
-    return _with_step(Trial(batch, baseline, planned, device=device), known)
-
-
-def _with_step(trial: Trial, known: Profile) -> Trial:
-    """The same with what the rule of thumb needs of the untouched step."""
-    return replace(trial, static_bytes=static_bytes(known), num_blocks=len(known.blocks))
+    return Trial(batch, baseline, Reading(plan.peak_bytes, seconds, measured=False), device=device)
 
 
 def measured(conditions: Conditions, batch: int) -> Trial:
@@ -98,16 +90,14 @@ def _measured(conditions: Conditions, batch: int) -> Trial:
     except BudgetError as error:
         known = profile(model, data, loss, optimizer=optimizer, engine=conditions.engine)
         baseline = Reading(known.peak_bytes, known.step_seconds, known.fits_device)
-        trial = Trial(batch, baseline, None, floor_bytes=error.floor_bytes, device=known.device)
-        return _with_step(trial, known)
+        return Trial(batch, baseline, None, floor_bytes=error.floor_bytes, device=known.device)
     verdict = fitted.verdict
     fitted.remove()
     assert verdict is not None, "fit verifies unless it is told not to"
-    trial = Trial(
+    return Trial(
         batch,
         Reading(verdict.baseline_peak_bytes, verdict.baseline_seconds, verdict.baseline_fits),
         Reading(verdict.measured_peak_bytes, verdict.measured_seconds, measured=True),
         equal=verdict.exact,
         device=fitted.profile.device,
     )
-    return _with_step(trial, fitted.profile)

@@ -79,8 +79,6 @@ function showAlive(steps, which, point) {
   const rows = aliveAt(steps, which, point);
   const version = steps.after ? (which === "after" ? ", planned" : ", untouched") : "";
   byId("alive").hidden = false;
-  byId("alive").dataset.point = point;
-  byId("alive").dataset.which = which;
   byId("alive-title").textContent =
     `${opName(steps, steps[which].ops[point])}: ${formatBytes(levelAt(steps[which], point))} in ${rows.length} parts${version}`;
   byId("alive-place").textContent = placeOf(steps, which, point);

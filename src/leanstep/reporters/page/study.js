@@ -6,7 +6,7 @@ function startStudy(data) {
   byId("batches-caption").textContent =
     `Under ${formatBytes(study.budget_bytes)} the largest batch tried is ${study.largest_before || "none"} untouched and ${study.largest_after || "none"} planned${gain}. Open marks are predicted, filled ones measured.`;
   const rule = study.points.some((point) => point.sqrt_peak_bytes !== null) ? [["√n rule: 2√n of n blocks' activations", "var(--rule)", "dash"]] : [];
-  fillLegend("batches-legend", [["untouched", "var(--before)"], ["planned", "var(--after)"], ["budget", "var(--bad)", "dash"], ...rule]);
+  fillLegend("batches-legend", [["untouched", "var(--before)"], ["planned", "var(--after)"], ["budget", "var(--ink)", "dash"], ...rule]);
   plot("batches-peak-plot", "Peak memory against the batch", () => peakFigure(study));
   plot("batches-time-plot", "Step time against the batch", () => {
     const [unit, seconds] = timeScale(Math.max(...readings(study).map((reading) => reading.seconds)));

@@ -47,7 +47,7 @@ function layoutOf(more) {
 }
 
 const plotConfig = {
-  responsive: true, displaylogo: false, displayModeBar: false, doubleClick: "reset",
+  responsive: true, displaylogo: false, displayModeBar: false, doubleClick: "reset", showTips: false,
 };
 
 // Draw a plot now, and again whenever the scheme or the width changes.
