@@ -17,6 +17,8 @@ are attributes too, so that a program need not read the text; they are set once 
 change.
 """
 
+import difflib
+from collections.abc import Iterable
 from typing import ClassVar, Final
 
 
@@ -30,6 +32,14 @@ class InputError(LeanstepError, ValueError):
     """An argument cannot be used as it was given; nothing was changed."""
 
     exit_code: ClassVar[int] = 2
+
+
+def unknown_name(kind: str, name: object, known: Iterable[str]) -> InputError:
+    """The error for a name that nothing has, with the nearest of those that are known."""
+    names = list(known)
+    nearest = difflib.get_close_matches(str(name).lower(), names, n=1, cutoff=0.5)
+    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+    return InputError(f"no {kind} is called {name!r}: {hint}known are {', '.join(names)}")
 
 
 class UnitError(InputError):

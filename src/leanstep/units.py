@@ -97,6 +97,21 @@ def check_budget(text: str | int | float) -> None:
     _read(text)
 
 
+def parse_share(text: str | float, what: str) -> float:
+    """Return a share of one: ``"20%"``, ``"0.2"`` and ``0.2`` are all 0.2.
+
+    Raises:
+        UnitError: the text is no share, or is below zero.
+    """
+    found = _AMOUNT.fullmatch(str(text).strip())
+    if found is None or found["unit"] not in ("", "%"):
+        raise UnitError(f'{what} {text!r} is not a share; write it as in "20%" or 0.2')
+    share = Fraction(found["number"]) / (100 if found["unit"] else 1)
+    if share < 0:
+        raise UnitError(f'{what} {text!r} is below zero; write it as in "20%" or 0.2')
+    return float(share)
+
+
 def _read(text: object) -> _Budget:
     if isinstance(text, str):
         return _read_text(text)

@@ -29,6 +29,9 @@ def make(batch=512, width=64):
 
 def without_batch():
     return make()
+
+def number():
+    return 3
 """
 
 
@@ -162,6 +165,15 @@ def test_a_budget_that_cannot_be_met_says_what_to_type_next(run_json):
         (("fit", "users_train:make", "--device", "h200"), "plan says what it would do there"),
         (("plan", "nowhere.json"), "there is no file nowhere.json"),
         (("sweep", "gpt2-tiny", "--batch", "1;2"), "is not a list such as 1,2,4,8"),
+        (("sweep", "gpt2-tiny"), "none is here; write a size"),
+        (("plan", "gpt2-tiny", "--engine", "replya"), "did you mean 'replay'?"),
+        (("plan", "users_train"), "as users_train:make"),
+        (("plan", "users_train.py"), "as users_train:make"),
+        (("plan", "users_train:number"), "returns int: a factory returns a tuple of model"),
+        (
+            ("max-batch", "gpt2-tiny", "--device", "h200", "--max-slowdown", "fast"),
+            "max_slowdown 'fast' is not a share",
+        ),
         (
             ("sweep", "users_train:without_batch", "--batch", "1", "--budget", "1GiB"),
             "unexpected keyword argument 'batch'",
@@ -234,13 +246,22 @@ def test_studies_in_which_nothing_fits_leave_with_the_code_of_a_budget():
     assert run("max-batch", "users_train:make", *limits).exit_code == 3
 
 
+def test_the_levers_of_fit_have_switches():
+    levers = ("--engine", "module", "--no-offload", "--inexact", "--takeover")
+    done = run("fit", "users_train:make", "--batch", 2048, "--budget", "90%", *levers)
+
+    assert done.exit_code == 0, done.output
+    assert " module " in done.stdout
+
+
 def test_the_largest_batch_is_found_and_printed_as_json():
-    limits = ("--budget", "8MiB", "--device", "h200", "--json")
+    limits = ("--budget", "8MiB", "--device", "h200", "--json", "--max-slowdown", "50%")
     done = run("max-batch", "users_train:make", *limits)
 
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)["content"]
     assert 0 < found["untouched_batch"] < found["planned_batch"]
+    assert found["max_slowdown"] == 0.5
 
 
 def test_the_doctor_answers_in_both_forms():

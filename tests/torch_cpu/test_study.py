@@ -27,20 +27,20 @@ def tiny(batch):
 
 
 @pytest.mark.parametrize("answer", [0, 1, 7, 8, 9, 100, 706, 4096])
-@pytest.mark.parametrize("known", ["both", "above", "none", "misleading"])
+@pytest.mark.parametrize("known", ["both", "above", "low", "none", "misleading"])
 def test_the_search_finds_the_largest_that_fits_in_few_trials(answer: int, known: str) -> None:
     asked = []
 
-    def probe(batch: int) -> tuple[bool, int]:
+    def probe(batch: int) -> tuple[bool, float]:
         asked.append(batch)
-        need = {"both": 10 * batch + 5, "none": 0, "misleading": 1 + batch // 3}.get(known, 0)
-        if known == "above" and batch > answer:
-            need = 10 * batch + 5
-        return batch <= answer, need
+        load = {"both": (10 * batch + 5) / (10 * answer + 9), "misleading": (1 + batch) / 9999}
+        if batch > answer:
+            load |= {"above": (batch + 0.5) / (answer + 1), "low": (batch + 3) / (answer + 1)}
+        return batch <= answer, load.get(known, 0.0)
 
-    assert largest(probe, 10 * answer + 9, most=4096) == answer
+    assert largest(probe, most=4096) == answer
     assert len(asked) == len(set(asked)), "no batch is tried twice"
-    assert len(asked) <= (6 if known == "both" else 26)
+    assert len(asked) <= {"both": 6, "above": 12, "low": 14}.get(known, 26)
 
 
 def test_a_predicted_sweep_says_so_and_fits_where_it_says():
@@ -103,8 +103,54 @@ def test_a_limit_on_time_keeps_the_batch_smaller(monkeypatch):
     study = functools.partial(leanstep.max_batch, "bert-tiny", budget="100MiB", device="h200")
 
     assert study().planned_batch == 400
-    assert study(most_extra=0.25).planned_batch == 150
+    assert study(max_slowdown=0.25).planned_batch == 150
+    assert study(max_slowdown="25%").max_slowdown == 0.25
     assert study().untouched_batch == 100
+
+
+def in_line(conditions, batch):
+    """A step of 1 MiB a row; plans save nine tenths of it."""
+    reading = leanstep.ir.Reading(batch * MIB, batch * 0.01, measured=False)
+    fits = batch * MIB // 10 <= conditions.budget_bytes
+    return Trial(batch, reading, reading if fits else None, floor_bytes=0 if fits else MIB)
+
+
+@pytest.mark.parametrize(
+    ("budget", "batches"),
+    [
+        ("100MiB", [8, 16, 32, 64, 128, 256, 512, 1024]),
+        ("1000MiB", [8, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]),
+        ("300KiB", [2, 4, 8]),
+        ("1KiB", [1, 2, 4, 8]),
+    ],
+)
+def test_without_batch_sizes_powers_of_two_are_tried_until_none_fits(budget, batches, monkeypatch):
+    monkeypatch.setattr(trials, "predicted", in_line)
+
+    found = leanstep.sweep("bert-tiny", budget=budget, device="h200")
+
+    assert [trial.batch for trial in found.trials] == batches
+
+
+def test_the_textbook_stands_beside_each_trial():
+    def make(batch):
+        return models.build("bert-tiny", batch=batch)
+
+    (trial,) = leanstep.sweep(make, [64], budget="1GiB", device="h200").trials
+
+    # Of four blocks it saves nothing, of eight it does.
+    assert trial.textbook is None
+    (trial,) = leanstep.sweep("resnet-tiny", [64], budget="1GiB", device="h200").trials
+    assert trial.textbook.peak_bytes < trial.baseline.peak_bytes
+    assert 1 < trial.textbook.seconds / trial.baseline.seconds < 1.5
+    assert not trial.textbook.measured
+
+
+def test_a_measured_trial_has_what_was_promised():
+    (trial,) = leanstep.sweep(tiny, [2048], budget="12MiB").trials
+
+    assert not trial.promised.measured and trial.planned.measured
+    assert trial.planned.peak_bytes <= trial.promised.peak_bytes <= 12 * MIB
 
 
 def test_a_trial_that_runs_out_of_memory_is_a_result():
@@ -140,6 +186,7 @@ def test_a_trial_of_its_own_process_gives_the_same_kind_of_result():
         solver="auto",
         engine="auto",
         offload=True,
+        exact=True,
         isolated=True,
     )
 
@@ -165,6 +212,7 @@ def test_only_what_another_process_can_import_travels(monkeypatch):
         ({"batches": [1], "budget": "2 furlongs"}, "furlongs"),
         ({"batches": [1], "device": "h2000"}, "did you mean 'h200'"),
         ({"batches": [1], "solver": "optimall"}, "did you mean 'optimal'"),
+        ({"batches": [1], "engine": "inductor"}, "measured on their device"),
     ],
 )
 def test_what_cannot_be_studied_is_refused_before_any_trial(arguments, said):

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from leanstep.errors import InputError
-from leanstep.ir import Category, Phase, Reading, Sweep, Trial
+from leanstep.ir import Category, MaxBatch, Phase, Reading, Sweep, Trial
 from leanstep.planner import plan as make_plan
 from leanstep.reporters import report
+from leanstep.reporters.figures import draw_sweep
 from leanstep.simulator import memory_curve, simulate
 from leanstep.testing import Layer, chain_profile
 
@@ -18,7 +19,12 @@ SWEEP = Sweep(
     1 << 33,
     "optimal",
     (
-        Trial(8, Reading(1 << 32, 0.1, False), Reading(1 << 32, 0.1, False)),
+        Trial(
+            8,
+            Reading(1 << 32, 0.1, False),
+            Reading(1 << 32, 0.1, False),
+            textbook=Reading(1 << 31, 0.12, False),
+        ),
         Trial(16, Reading(1 << 34, 0.2, False), None, floor_bytes=1 << 35),
     ),
 )
@@ -86,6 +92,20 @@ def test_memory_and_sweep_are_drawn_into_files(ending: str, tmp_path: Path) -> N
         path = tmp_path / f"{name}{ending}"
         report(result, path, plan=plan)
         assert path.read_bytes().startswith(MAGIC[ending])
+
+
+def test_a_drawn_study_has_a_line_for_each_side_the_textbook_and_the_largest_batches(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("matplotlib")
+    largest = MaxBatch("bert", "NVIDIA H200", 1 << 33, "optimal", 8, 8, SWEEP.trials)
+
+    for study in (SWEEP, largest):
+        draw_sweep(study, tmp_path / "study.svg")
+
+        drawn = (tmp_path / "study.svg").read_text()
+        for said in ("untouched", "planned", "√n segments, as textbooks estimate", "budget", " 8"):
+            assert f"<!-- {said} -->" in drawn
 
 
 def test_an_unknown_ending_or_result_is_refused(tmp_path: Path) -> None:

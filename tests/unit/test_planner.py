@@ -221,7 +221,7 @@ def test_plan_is_the_same_from_run_to_run() -> None:
     ("arguments", "message"),
     [
         ({"solver": "best"}, "no solver is called 'best'"),
-        ({"engine": "magic"}, "no engine is called 'magic'; there are auto, replay, module"),
+        ({"engine": "magic"}, "no engine is called 'magic': known are auto, replay, module"),
     ],
 )
 def test_unusable_argument_is_refused(arguments: dict[str, object], message: str) -> None:

@@ -224,8 +224,8 @@ def test_solver_may_be_given_as_an_object() -> None:
 @pytest.mark.parametrize(
     ("solver", "message"),
     [
-        ("best", r"no solver is called 'best'; there are auto, optimal, "),
-        ("optimum", r"no solver is called 'optimum'; did you mean 'optimal'\?"),
+        ("best", r"no solver is called 'best': known are auto, optimal, "),
+        ("optimum", r"no solver is called 'optimum': did you mean 'optimal'\?"),
         (Optimal, r"the solver given is a class, not an object"),
         (object(), r"the solver given has no 'name'"),
     ],

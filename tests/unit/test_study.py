@@ -66,7 +66,7 @@ def test_a_study_in_which_nothing_fits_has_no_gain_and_prints() -> None:
     "noun",
     [
         SWEEP,
-        MaxBatch("bert", "NVIDIA H200", 12 * GIB, "optimal", 8, 16, TRIALS, most_extra=0.2),
+        MaxBatch("bert", "NVIDIA H200", 12 * GIB, "optimal", 8, 16, TRIALS, max_slowdown=0.2),
         Checkup((Finding("versions", "torch", "2.13.0"),)),
     ],
     ids=lambda noun: type(noun).__name__,

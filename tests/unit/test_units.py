@@ -13,6 +13,7 @@ from leanstep.units import (
     format_percent,
     format_seconds,
     parse_budget,
+    parse_share,
 )
 
 KIB, MIB, GIB, TIB = (1024**power for power in range(1, 5))
@@ -231,3 +232,14 @@ def test_shares_and_changes() -> None:
     assert format_percent(0.3456) == "34.6%"
     assert format_change(0.33) == "+33.0%"
     assert format_change(-0.3456) == "-34.6%"
+
+
+@pytest.mark.parametrize(("text", "share"), [("20%", 0.2), (" 0.2 ", 0.2), (0.2, 0.2), ("0", 0.0)])
+def test_share_is_read_with_or_without_a_percent_sign(text: str | float, share: float) -> None:
+    assert parse_share(text, "max_slowdown") == share
+
+
+@pytest.mark.parametrize("text", ["fast", "20GiB", "-5%", "", "nan"])
+def test_what_is_no_share_is_refused_by_the_name_of_its_option(text: str) -> None:
+    with pytest.raises(UnitError, match="max_slowdown"):
+        parse_share(text, "max_slowdown")

@@ -1,5 +1,7 @@
 """`leanstep fit`: profile, plan, apply, verify."""
 
+from typing import Annotated
+
 import typer
 
 import leanstep
@@ -9,9 +11,11 @@ from leanstep.cli.options import (
     Budget,
     Device,
     Engine,
+    Exact,
     Force,
     Image,
     Json,
+    Offload,
     Optimizer,
     OutputPath,
     Seq,
@@ -33,6 +37,12 @@ def fit(
     device: Device = None,
     solver: Solver = "auto",
     engine: Engine = "auto",
+    offload: Offload = True,
+    exact: Exact = True,
+    takeover: Annotated[
+        bool,
+        typer.Option("--takeover", help="Switch off checkpointing that the model already has."),
+    ] = False,
     as_json: Json = False,
     output: OutputPath = None,
     force: Force = False,
@@ -46,7 +56,16 @@ def fit(
     model, data, loss, update = source.ingredients()
     with progress(f"fitting {target}"):
         fitted = leanstep.fit(
-            model, data, loss, optimizer=update, budget=budget, solver=solver, engine=engine
+            model,
+            data,
+            loss,
+            optimizer=update,
+            budget=budget,
+            solver=solver,
+            engine=engine,
+            offload=offload,
+            exact=exact,
+            takeover=takeover,
         )
     verdict = fitted.verdict
     assert verdict is not None, "fit verifies unless it is told not to"

@@ -9,9 +9,11 @@ from leanstep.cli.options import (
     Autocast,
     Device,
     Engine,
+    Exact,
     Force,
     Image,
     Json,
+    Offload,
     Optimizer,
     OutputPath,
     Seq,
@@ -31,12 +33,13 @@ def max_batch(
     autocast: Autocast = None,
     optimizer: Optimizer = None,
     device: Device = None,
-    most_extra: Annotated[
-        float | None,
-        typer.Option(help="The most that a sample may take longer: 0.2 is 20 %."),
+    max_slowdown: Annotated[
+        str | None, typer.Option(help="The most that a sample may take longer: 20%.")
     ] = None,
     solver: Solver = "auto",
     engine: Engine = "auto",
+    offload: Offload = True,
+    exact: Exact = True,
     as_json: Json = False,
     output: OutputPath = None,
     force: Force = False,
@@ -52,9 +55,11 @@ def max_batch(
             source.target(),
             budget=budget,
             device=source.imagined,
-            most_extra=most_extra,
+            max_slowdown=max_slowdown,
             solver=solver,
             engine=engine,
+            offload=offload,
+            exact=exact,
             watch=lambda trial: done(f"batch {trial.batch} tried"),
         )
     out.deliver(found)

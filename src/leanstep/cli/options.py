@@ -41,6 +41,13 @@ StudyBudget = Annotated[
 ]
 Solver = Annotated[str, typer.Option(help="auto, or a name of docs/solvers.md such as mu_two.")]
 Engine = Annotated[str, typer.Option(help="auto, replay, module or inductor.")]
+Offload = Annotated[bool, typer.Option(help="May activations wait in host memory?")]
+Exact = Annotated[
+    bool,
+    typer.Option(
+        "--exact/--inexact", help="Only replays that give the same bits, or cheaper ones too."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 OutputPath = Annotated[
     Path | None, typer.Option("--output", "-o", help="Write the result to this file.")

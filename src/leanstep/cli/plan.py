@@ -1,9 +1,5 @@
 """`leanstep plan`: what to keep and what to drop under a budget."""
 
-from typing import Annotated
-
-import typer
-
 import leanstep
 from leanstep.cli.options import (
     Autocast,
@@ -11,9 +7,11 @@ from leanstep.cli.options import (
     Budget,
     Device,
     Engine,
+    Exact,
     Force,
     Image,
     Json,
+    Offload,
     Optimizer,
     OutputPath,
     Seq,
@@ -35,7 +33,8 @@ def plan(
     device: Device = None,
     solver: Solver = "auto",
     engine: Engine = "auto",
-    offload: Annotated[bool, typer.Option(help="May activations wait in host memory?")] = True,
+    offload: Offload = True,
+    exact: Exact = True,
     as_json: Json = False,
     output: OutputPath = None,
     force: Force = False,
@@ -45,7 +44,10 @@ def plan(
     Leaves with 3 if no plan fits.
     """
     out = Output(as_json, output, force)
-    known = Source(target, batch, seq, image, autocast, optimizer, device).profile(engine)
+    source = Source(target, batch, seq, image, autocast, optimizer, device)
+    known = source.profile(engine, exact=exact)
     with progress("planning"):
-        found = leanstep.plan(known, budget, solver=solver, engine=engine, offload=offload)
+        found = leanstep.plan(
+            known, budget, solver=solver, engine=engine, offload=offload, exact=exact
+        )
     out.deliver(found)

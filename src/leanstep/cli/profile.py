@@ -5,6 +5,7 @@ from leanstep.cli.options import (
     Batch,
     Device,
     Engine,
+    Exact,
     Force,
     Image,
     Json,
@@ -26,10 +27,12 @@ def profile(
     optimizer: Optimizer = None,
     device: Device = None,
     engine: Engine = "auto",
+    exact: Exact = True,
     as_json: Json = False,
     output: OutputPath = None,
     force: Force = False,
 ) -> None:
     """Record one training step: its ops, memory and times. plan, frontier and report read it."""
     out = Output(as_json, output, force)
-    out.deliver(Source(target, batch, seq, image, autocast, optimizer, device).profile(engine))
+    source = Source(target, batch, seq, image, autocast, optimizer, device)
+    out.deliver(source.profile(engine, exact=exact))

@@ -57,7 +57,7 @@ class Source:
         loss, optimizer = (*rest, None, None)[:2]
         return model, batch, loss, optimizer
 
-    def profile(self, engine: str = "auto") -> leanstep.Profile:
+    def profile(self, engine: str = "auto", *, exact: bool = True) -> leanstep.Profile:
         """Read the profile, or make it."""
         if self.is_file:
             return self._read()
@@ -65,7 +65,9 @@ class Source:
             if self.imagined:
                 return leanstep.profile(self.target(), device=self.imagined, engine=engine)
             model, batch, loss, optimizer = self.ingredients()
-            return leanstep.profile(model, batch, loss, optimizer=optimizer, engine=engine)
+            return leanstep.profile(
+                model, batch, loss, optimizer=optimizer, engine=engine, exact=exact
+            )
 
     def _read(self) -> leanstep.Profile:
         options = (self.batch, self.seq, self.image, self.autocast, self.optimizer, self.device)

@@ -9,9 +9,11 @@ from leanstep.cli.options import (
     Autocast,
     Device,
     Engine,
+    Exact,
     Force,
     Image,
     Json,
+    Offload,
     Optimizer,
     OutputPath,
     Seq,
@@ -25,7 +27,12 @@ from leanstep.cli.source import Source
 
 def sweep(
     target: Target,
-    batch: Annotated[str, typer.Option("--batch", "-b", help="Batch sizes: 1,2,4,8.")],
+    batch: Annotated[
+        str | None,
+        typer.Option(
+            "--batch", "-b", help="Batch sizes: 1,2,4,8. Without it powers of two, until none fits."
+        ),
+    ] = None,
     budget: StudyBudget = "auto",
     seq: Seq = None,
     image: Image = None,
@@ -34,6 +41,8 @@ def sweep(
     device: Device = None,
     solver: Solver = "auto",
     engine: Engine = "auto",
+    offload: Offload = True,
+    exact: Exact = True,
     as_json: Json = False,
     output: OutputPath = None,
     force: Force = False,
@@ -43,9 +52,9 @@ def sweep(
     Leaves with 3 if none fits.
     """
     out = Output(as_json, output, force)
-    batches = _numbers(batch)
+    batches = None if batch is None else _numbers(batch)
     source = Source(target, None, seq, image, autocast, optimizer, device)
-    with progress(target, len(batches)) as done:
+    with progress(target, len(batches) if batches else None) as done:
         found = leanstep.sweep(
             source.target(),
             batches,
@@ -53,6 +62,8 @@ def sweep(
             device=source.imagined,
             solver=solver,
             engine=engine,
+            offload=offload,
+            exact=exact,
             watch=lambda trial: done(f"batch {trial.batch}"),
         )
     out.deliver(found)

@@ -27,7 +27,9 @@ class Trial:
     reaches. Where the trial came to no figures at all, `failure` says why. `equal` says whether
     every number of the planned step was bit for bit that of the untouched one, or (false) some were
     within the spread that this has from run to run; None where none was compared.
-    `device` is what the figures are about.
+    `device` is what the figures are about. `promised` is what the plan said of a step that was then
+    measured, `host_bytes` what it leaves in host memory, and `textbook` the usual estimate of
+    `checkpoint_sequential` in √n segments, for comparison.
     """
 
     batch: int
@@ -37,6 +39,9 @@ class Trial:
     failure: str = ""
     equal: bool | None = None
     device: str = ""
+    promised: Reading | None = None
+    host_bytes: int = 0
+    textbook: Reading | None = None
 
     def untouched_fits(self, budget_bytes: int) -> bool:
         """Whether the untouched step is inside a budget."""
@@ -46,6 +51,11 @@ class Trial:
     def baseline_sample_seconds(self) -> float:
         """The untouched step's time for each sample; 0 where it is not known."""
         return self.baseline.seconds / self.batch if self.baseline else 0.0
+
+    @property
+    def sqrt_peak_bytes(self) -> int | None:
+        """The peak that the textbook promises for √n segments."""
+        return self.textbook.peak_bytes if self.textbook else None
 
     @property
     def planned_sample_seconds(self) -> float:
@@ -91,7 +101,7 @@ class Sweep(Saved):
 class MaxBatch(Saved):
     """The largest batch under a budget without a plan and with one; a batch of 0 fits nothing.
 
-    `trials` are all that were tried on the way. `most_extra` is the share of time that a sample
+    `trials` are all that were tried on the way. `max_slowdown` is the share of time that a sample
     may take longer than in the largest untouched step; None where only memory counted.
     """
 
@@ -102,12 +112,22 @@ class MaxBatch(Saved):
     untouched_batch: int
     planned_batch: int
     trials: tuple[Trial, ...] = field(repr=False)
-    most_extra: float | None = None
+    max_slowdown: float | None = None
     notes: tuple[str, ...] = ()
 
     def trial(self, batch: int) -> Trial | None:
         """The trial of one batch size."""
         return next((trial for trial in self.trials if trial.batch == batch), None)
+
+    @property
+    def largest_untouched(self) -> Trial | None:
+        """The trial of the largest batch that fits as the model stands."""
+        return self.trial(self.untouched_batch)
+
+    @property
+    def largest_planned(self) -> Trial | None:
+        """The trial of the largest batch for which a plan fits, fast enough."""
+        return self.trial(self.planned_batch)
 
     @property
     def gain(self) -> float:
@@ -117,7 +137,7 @@ class MaxBatch(Saved):
     @property
     def extra_share(self) -> float | None:
         """How much longer a sample takes at the larger batch; None where one side is not known."""
-        before, after = self.trial(self.untouched_batch), self.trial(self.planned_batch)
+        before, after = self.largest_untouched, self.largest_planned
         if before is None or after is None or not before.baseline or not after.planned:
             return None
         return after.planned_sample_seconds / before.baseline_sample_seconds - 1
@@ -167,7 +187,7 @@ def _cells(batch: int, reading: Reading | None) -> tuple[str, str, str]:
 
 def _largest_rows(study: MaxBatch) -> Iterator[tuple[str, ...]]:
     yield ("", "batch", "peak", "step", "samples/s")
-    before, after = study.trial(study.untouched_batch), study.trial(study.planned_batch)
+    before, after = study.largest_untouched, study.largest_planned
     cells = _cells(study.untouched_batch, before.baseline if before else None)
     yield ("without leanstep", str(study.untouched_batch), *cells)
     cells = _cells(study.planned_batch, after.planned if after else None)

@@ -7,7 +7,6 @@ optimizer.step()
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from leanstep.errors import InputError
+from leanstep.errors import InputError, unknown_name
 from leanstep.models.catalog import CATALOG, Entry, ImageSizes, TextSizes
 from leanstep.models.resnet import ResNetSizes
 from leanstep.models.tasks import Batch, Loss, UnderAutocast, make_task
@@ -98,11 +97,8 @@ def find_entry(name: str) -> Entry:
 
 def check_known(name: str, known: tuple[str, ...], kind: str) -> None:
     """Raise unless `name` is among the known ones, with the nearest of them in the message."""
-    if name in known:
-        return
-    nearest = difflib.get_close_matches(name.lower(), known, n=1)
-    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-    raise InputError(f"no {kind} is called {name!r}: {hint}known are {', '.join(known)}")
+    if name not in known:
+        raise unknown_name(kind, name, known)
 
 
 def check_positive(number: int, option: str) -> None:

@@ -33,7 +33,13 @@ class Target:
         if batch is not None:
             sized = {**dict(self.options), "batch": batch}
             return _checked(replace(self, options=tuple(sized.items())))()
-        return self.function(**dict(self.options))
+        made = self.function(**dict(self.options))
+        if not isinstance(made, tuple | list) or len(made) < 2:
+            raise InputError(
+                f"{self.text} returns {type(made).__name__}: a factory returns a tuple of model, "
+                "batch, loss and optimizer; the last two may be left out"
+            )
+        return made
 
     @property
     def is_built_in(self) -> bool:
@@ -82,6 +88,9 @@ def _checked(target: Target) -> Target:
 
 
 def _check_name(text: str) -> None:
+    name = text.removesuffix(".py")
+    if Path(f"{name}.py").is_file() and name not in names():
+        raise InputError(f"{name}.py is a file: name the function in it too, as {name}:make")
     try:
         check_known(text, names(), "model")
     except InputError as error:

@@ -12,7 +12,7 @@ import numpy as np
 
 from leanstep.blockgraph import BlockGraph
 from leanstep.effects import Effect, form_effect, module_effect, replay_effect
-from leanstep.errors import InputError
+from leanstep.errors import InputError, unknown_name
 from leanstep.ir import Category, Engine, Form, Profile
 from leanstep.planner.fingerprint import Frame, Positions, fingerprint, frame_of, turning_point
 from leanstep.planner.inside import drop_sets
@@ -104,7 +104,7 @@ class CallOptions:
 def check_engine(engine: str) -> None:
     """Raise InputError unless there is such an engine."""
     if engine not in ENGINES:
-        raise InputError(f"no engine is called {engine!r}; there are {', '.join(ENGINES)}")
+        raise unknown_name("engine", engine, ENGINES)
 
 
 def check_profiled(profile: Profile, engine: str) -> None:

@@ -1,13 +1,12 @@
 """The devices that a profile can be made for without having one; figures in `devices.toml`."""
 
-import difflib
 import functools
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from leanstep.errors import InputError
+from leanstep.errors import unknown_name
 
 _FIGURES = Path(__file__).with_name("devices.toml")
 
@@ -29,9 +28,7 @@ def find_device(key: str) -> Device:
     """The device of a short name such as `"h200"`."""
     known = known_devices()
     if not isinstance(key, str) or key.lower() not in known:
-        nearest = difflib.get_close_matches(str(key).lower(), known, n=1)
-        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-        raise InputError(f"no device is called {key!r}: {hint}known are {', '.join(known)}")
+        raise unknown_name("device", key, known)
     return known[key.lower()]
 
 

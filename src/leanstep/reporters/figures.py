@@ -1,11 +1,12 @@
 """Figures as files: plain data in, PNG or SVG out; matplotlib is loaded when one is drawn."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from leanstep.errors import InputError
-from leanstep.ir import Category, MemoryCurve, Reading, Sweep
+from leanstep.ir import Category, MaxBatch, MemoryCurve, Reading, Sweep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,6 +34,7 @@ _LEAST_SHARE = 0.001
 _COLUMNS = 800
 
 _UNTOUCHED, _PLANNED, _BUDGET = "#7f7f7f", "#1f77b4", "#c1121f"
+_TEXTBOOK = "√n segments, as textbooks estimate"
 
 
 def draw_memory(
@@ -92,38 +94,82 @@ def _held(levels: list[float]) -> list[float]:
     return [*levels, levels[-1]]
 
 
-def draw_sweep(sweep: Sweep, path: Path) -> None:
-    """Draw peak, step time and samples a second against the batch, with and without a plan."""
-    figure = _figure(12, 3.6)
-    peak, time, rate = figure.subplots(1, 3)
-    for name, colour, points in _series(sweep):
-        batches = [batch for batch, _ in points]
-        # Open marks are for what nobody has measured.
-        style = {"color": colour, "label": name, "marker": "o"}
-        style["markerfacecolor"] = colour if all(r.measured for _, r in points) else "white"
-        peak.plot(batches, [reading.peak_bytes / _GIB for _, reading in points], **style)
-        time.plot(batches, [1000 * reading.seconds for _, reading in points], **style)
-        rate.plot(batches, [batch / reading.seconds for batch, reading in points], **style)
-    peak.axhline(sweep.budget_bytes / _GIB, color=_BUDGET, linestyle="--", label="budget")
-    for axes, label in ((peak, "peak, GiB"), (time, "step, ms"), (rate, "samples a second")):
+def draw_sweep(study: Sweep | MaxBatch, path: Path) -> None:
+    """Draw peak, step time and samples a second against the batch, with and without a plan.
+
+    The largest batch of each is marked where it meets the budget.
+    """
+    figure = _figure(12, 3.8)
+    panels = peak, time, rate = figure.subplots(1, 3)
+    for series in _series(study):
+        batches = [batch for batch, _ in series.points]
+        style = series.style
+        peak.plot(batches, [one.peak_bytes / _GIB for _, one in series.points], **style)
+        time.plot(batches, [1000 * one.seconds for _, one in series.points], **style)
+        rate.plot(batches, [batch / one.seconds for batch, one in series.points], **style)
+    budget = study.budget_bytes / _GIB
+    peak.axhline(budget, color=_BUDGET, linestyle="--", label="budget")
+    # What is far above the budget would flatten the rest.
+    peak.set_ylim(top=min(peak.get_ylim()[1], 2.5 * budget))
+    for trial, colour in (
+        (study.largest_untouched, _UNTOUCHED),
+        (study.largest_planned, _PLANNED),
+    ):
+        if trial is not None:
+            _mark_batch(panels, trial.batch, colour)
+    labels = ("peak, GiB", "step, ms", "samples a second")
+    for axes, label in zip(panels, labels, strict=True):
         axes.set_xlabel("batch")
         axes.set_ylabel(label)
         axes.set_ylim(bottom=0)
-    handles, labels = peak.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-    figure.suptitle(f"{sweep.model} · {sweep.device}")
+        axes.set_xlim(left=0)
+    handles, names = peak.get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False)
+    figure.suptitle(f"{study.model} · {study.device}")
     figure.savefig(path)
 
 
-def _series(sweep: Sweep) -> list[tuple[str, str, Sequence[tuple[int, Reading]]]]:
-    untouched = [(trial.batch, trial.baseline) for trial in sweep.trials]
-    planned = [(trial.batch, trial.planned) for trial in sweep.trials]
-    both = (("untouched", _UNTOUCHED, untouched), ("planned", _PLANNED, planned))
-    known = [
-        (name, colour, [(batch, reading) for batch, reading in points if reading is not None])
-        for name, colour, points in both
-    ]
-    return [(name, colour, points) for name, colour, points in known if points]
+def _mark_batch(panels: "Sequence[Axes]", batch: int, colour: str) -> None:
+    for axes in panels:
+        axes.axvline(batch, color=colour, linewidth=0.8, alpha=0.6)
+    upright = panels[0].get_xaxis_transform()
+    panels[0].text(batch, 0.02, f" {batch}", transform=upright, color=colour, size=8)
+
+
+@dataclass(frozen=True, slots=True)
+class _Series:
+    """The points of one line against the batch."""
+
+    name: str
+    colour: str
+    line: str
+    points: Sequence[tuple[int, Reading]]
+
+    @property
+    def style(self) -> dict[str, Any]:
+        """How it is drawn: open marks are for what nobody has measured, dots for hearsay."""
+        is_measured = all(reading.measured for _, reading in self.points)
+        return {
+            "color": self.colour,
+            "label": self.name,
+            "linestyle": self.line,
+            "marker": "" if self.line == ":" else "o",
+            "markerfacecolor": self.colour if is_measured else "white",
+        }
+
+
+def _series(study: Sweep | MaxBatch) -> list[_Series]:
+    trials = study.trials
+    found = (
+        _Series("untouched", _UNTOUCHED, "-", _known((t.batch, t.baseline) for t in trials)),
+        _Series("planned", _PLANNED, "-", _known((t.batch, t.planned) for t in trials)),
+        _Series(_TEXTBOOK, "#2a9d8f", ":", _known((t.batch, t.textbook) for t in trials)),
+    )
+    return [series for series in found if series.points]
+
+
+def _known(points: Iterable[tuple[int, Reading | None]]) -> list[tuple[int, Reading]]:
+    return [(batch, reading) for batch, reading in points if reading is not None]
 
 
 def _figure(width: float, height: float) -> "Figure":

@@ -4,10 +4,9 @@ A package adds one through the entry-point group `leanstep.solvers`: a name, and
 it, a solver or a function without arguments that makes one. It is loaded when it is asked for.
 """
 
-import difflib
 from importlib.metadata import EntryPoint, entry_points
 
-from leanstep.errors import InputError
+from leanstep.errors import InputError, unknown_name
 from leanstep.solvers.base import Solver
 from leanstep.solvers.chain_dp import ChainDP
 from leanstep.solvers.chen_sqrt import ChenSqrt
@@ -50,9 +49,7 @@ def find_solver(solver: str | Solver) -> Solver:
     if wanted in plug_ins:
         return _loaded(plug_ins[wanted])
     names = ["auto", *by_name, *sorted(plug_ins)]
-    nearest = difflib.get_close_matches(solver, names, n=1, cutoff=0.5)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else f"; there are {', '.join(names)}"
-    raise InputError(f"no solver is called {solver!r}{hint}")
+    raise unknown_name("solver", solver, names)
 
 
 def solver_names() -> tuple[str, ...]:

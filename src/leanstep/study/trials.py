@@ -1,7 +1,7 @@
 """One batch size, tried: predicted from an estimated profile, or measured on the device."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,8 +11,9 @@ from leanstep import planner
 from leanstep.api import profile
 from leanstep.errors import BudgetError, MeasureError
 from leanstep.fitter import fit
-from leanstep.ir import Reading, Trial
+from leanstep.ir import Plan, Reading, Trial
 from leanstep.study.isolation import alone
+from leanstep.study.textbook import textbook
 from leanstep.truth import return_cached
 
 # Makes model, batch, loss and optimizer for a batch size.
@@ -29,6 +30,7 @@ class Conditions:
     solver: str
     engine: str
     offload: bool
+    exact: bool
     isolated: bool
 
     def trial(self, batch: int) -> Trial:
@@ -43,9 +45,15 @@ class Conditions:
 
 def predicted(conditions: Conditions, batch: int) -> Trial:
     """What a device that is not here would need and take."""
-    known = profile(partial(conditions.make, batch), device=conditions.device)
-    device = f"{known.device} (estimated)"
-    baseline = Reading(known.peak_bytes, known.step_seconds, measured=False)
+    make = partial(conditions.make, batch)
+    known = profile(make, device=conditions.device, engine=conditions.engine)
+    untried = Trial(
+        batch,
+        Reading(known.peak_bytes, known.step_seconds, measured=False),
+        None,
+        device=f"{known.device} (estimated)",
+        textbook=textbook(known),
+    )
     try:
         plan = planner.plan(
             known,
@@ -53,11 +61,15 @@ def predicted(conditions: Conditions, batch: int) -> Trial:
             solver=conditions.solver,
             engine=conditions.engine,
             offload=conditions.offload,
+            exact=conditions.exact,
         )
     except BudgetError as error:
-        return Trial(batch, baseline, None, floor_bytes=error.floor_bytes, device=device)
-    seconds = plan.step_seconds + plan.extra_seconds
-    return Trial(batch, baseline, Reading(plan.peak_bytes, seconds, measured=False), device=device)
+        return replace(untried, floor_bytes=error.floor_bytes)
+    return replace(untried, planned=_promised(plan), host_bytes=plan.host_bytes)
+
+
+def _promised(plan: Plan) -> Reading:
+    return Reading(plan.peak_bytes, plan.step_seconds + plan.extra_seconds, measured=False)
 
 
 def measured(conditions: Conditions, batch: int) -> Trial:
@@ -86,11 +98,18 @@ def _measured(conditions: Conditions, batch: int) -> Trial:
             solver=conditions.solver,
             engine=conditions.engine,
             offload=conditions.offload,
+            exact=conditions.exact,
         )
     except BudgetError as error:
         known = profile(model, data, loss, optimizer=optimizer, engine=conditions.engine)
-        baseline = Reading(known.peak_bytes, known.step_seconds, known.fits_device)
-        return Trial(batch, baseline, None, floor_bytes=error.floor_bytes, device=known.device)
+        return Trial(
+            batch,
+            Reading(known.peak_bytes, known.step_seconds, known.fits_device),
+            None,
+            floor_bytes=error.floor_bytes,
+            device=known.device,
+            textbook=textbook(known),
+        )
     verdict = fitted.verdict
     fitted.remove()
     assert verdict is not None, "fit verifies unless it is told not to"
@@ -100,4 +119,7 @@ def _measured(conditions: Conditions, batch: int) -> Trial:
         Reading(verdict.measured_peak_bytes, verdict.measured_seconds, measured=True),
         equal=verdict.exact,
         device=fitted.profile.device,
+        promised=_promised(fitted.plan),
+        host_bytes=fitted.plan.host_bytes,
+        textbook=textbook(fitted.profile),
     )
