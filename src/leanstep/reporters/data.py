@@ -47,12 +47,12 @@ class Peaks:
 
 @dataclass(frozen=True, slots=True)
 class StudyPoint:
-    """One batch size, with the peak that the rule of thumb promises for it."""
+    """One batch size: untouched, planned, and as the textbook estimates √n segments."""
 
     batch: int
     before: Reading | None
     after: Reading | None
-    sqrt_peak_bytes: int | None
+    textbook: Reading | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +129,12 @@ def report_data(results: Results) -> ReportData:
     parts = {
         "steps": None if profile is None else steps_of(profile, plan),
         "lifetimes": None if profile is None else lifetimes_of(profile, plan),
-        "peaks": _peaks(profile, plan),
+        "peaks": peaks_of(profile, plan),
         "ladder": results.ladder,
         "decisions": None if plan is None else rows_of(plan),
         "study": None if study is None else _study(study),
     }
-    title, *subtitle = _titles(results)
+    title, *subtitle = titles_of(results)
     return ReportData(
         title=title,
         subtitle=tuple(subtitle),
@@ -163,7 +163,8 @@ _HOW = {
 }
 
 
-def _titles(results: Results) -> Iterator[str]:
+def titles_of(results: Results) -> Iterator[str]:
+    """What the results are about: the model, then its size, batch, device and solver."""
     profile, plan, study = results.profile, results.plan, results.study
     identity = profile.model if profile is not None else plan.model if plan is not None else None
     if identity is not None:
@@ -191,7 +192,8 @@ def _budget_bytes(results: Results) -> int | None:
     return None
 
 
-def _peaks(profile: Profile | None, plan: Plan | None) -> Peaks | None:
+def peaks_of(profile: Profile | None, plan: Plan | None) -> Peaks | None:
+    """What the peaks are made of; None where nothing says it."""
     before = None if plan is None else plan.unplanned_peak
     after = None if plan is None else plan.peak
     if before is None and profile is not None:
@@ -221,17 +223,13 @@ def _shares(peak: Peak) -> PeakShares:
 
 
 def _study(study: Sweep | MaxBatch) -> Study:
-    if isinstance(study, Sweep):
-        largest = (study.largest_untouched, study.largest_planned)
-        before, after = (0 if trial is None else trial.batch for trial in largest)
-    else:
-        before, after = study.untouched_batch, study.planned_batch
+    before, after = study.largest_untouched, study.largest_planned
     return Study(
         budget_bytes=study.budget_bytes,
-        largest_before=before,
-        largest_after=after,
+        largest_before=0 if before is None else before.batch,
+        largest_after=0 if after is None else after.batch,
         points=tuple(
-            StudyPoint(trial.batch, trial.baseline, trial.planned, trial.sqrt_peak_bytes)
+            StudyPoint(trial.batch, trial.baseline, trial.planned, trial.textbook)
             for trial in study.trials
         ),
     )

@@ -1,21 +1,25 @@
 """The public verb: results as a file that a person looks at, by the ending of its name."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from leanstep.errors import InputError
-from leanstep.ir import Profile
+from leanstep.errors import InputError, unknown_name
 from leanstep.ir.codec import Saved
-from leanstep.reporters.data import Results, collect, report_data, with_ladder
+from leanstep.reporters.charts import draw_frontier, draw_lifetimes, draw_peaks
+from leanstep.reporters.data import Results, collect, peaks_of, report_data, titles_of, with_ladder
 from leanstep.reporters.figures import draw_memory, draw_sweep
 from leanstep.reporters.html import write_html
+from leanstep.reporters.lifetimes import lifetimes_of
+from leanstep.reporters.steps import steps_of
 from leanstep.reporters.trace import write_trace
 from leanstep.simulator import memory_curve
 
 _ENDINGS = (".html", ".png", ".svg", ".json")
 
 
-def report(results: Saved | Sequence[Saved], path: str | Path) -> None:
+def report(
+    results: Saved | Sequence[Saved], path: str | Path, *, figure: str | None = None
+) -> None:
     """Write a report of one result, or of several about the same model.
 
     Args:
@@ -25,6 +29,8 @@ def report(results: Saved | Sequence[Saved], path: str | Path) -> None:
             opens offline and plans for every budget (seconds for a large model); `.png` and `.svg`
             are one figure; `.json` is a trace of a profile for Perfetto or `chrome://tracing`.
             Pages and figures need `pip install leanstep[report]`.
+        figure: which one: `"memory"`, `"peak"`, `"lifetimes"`, `"frontier"` or `"batches"`; by
+            default the first of these that there is something to draw of.
     """
     place = Path(path)
     found = collect([results] if isinstance(results, Saved) else results)
@@ -32,7 +38,7 @@ def report(results: Saved | Sequence[Saved], path: str | Path) -> None:
         case ".html":
             write_html(report_data(with_ladder(found)), place)
         case ".png" | ".svg":
-            _draw(found, place)
+            _FIGURES[_figure_name(found, figure)](found, place)
         case ".json":
             if found.profile is None:
                 raise InputError("a trace is of a recorded step: give a profile")
@@ -41,17 +47,71 @@ def report(results: Saved | Sequence[Saved], path: str | Path) -> None:
             raise InputError(f"{place} does not say what to write: end it in {', '.join(_ENDINGS)}")
 
 
-def _draw(results: Results, place: Path) -> None:
+def _figure_name(results: Results, asked: str | None) -> str:
+    if asked is not None and asked not in _FIGURES:
+        raise unknown_name("figure", asked, _FIGURES)
+    can_draw = {
+        "memory": results.profile is not None,
+        "batches": results.study is not None,
+        "frontier": results.frontier is not None,
+        "peak": results.profile is not None or results.plan is not None,
+        "lifetimes": results.profile is not None,
+    }
+    names = [asked] if asked is not None else list(can_draw)
+    drawn = [name for name in names if can_draw[name]]
+    if not drawn:
+        what = asked or "a verdict"
+        raise InputError(
+            f"there is nothing to draw {what} of: give {_NEEDS.get(what, 'a profile')}"
+        )
+    return drawn[0]
+
+
+_NEEDS = {"batches": "a sweep", "frontier": "a frontier", "peak": "a profile or a plan"}
+
+
+def _draw_memory(results: Results, place: Path) -> None:
     profile, plan = results.profile, results.plan
-    if profile is not None:
-        after = None if plan is None else memory_curve(profile, plan)
-        budget_bytes = None if plan is None else plan.budget_bytes
-        draw_memory(memory_curve(profile), after, budget_bytes, place, title=_title(profile))
-    elif results.study is not None:
-        draw_sweep(results.study, place)
-    else:
-        raise InputError("there is no figure of that: give a profile or a sweep")
+    assert profile is not None, "asked only where there is one"
+    after = None if plan is None else memory_curve(profile, plan)
+    budget_bytes = None if plan is None else plan.budget_bytes
+    draw_memory(memory_curve(profile), after, budget_bytes, place, title=_title(results))
 
 
-def _title(profile: Profile) -> str:
-    return f"{profile.model} · {profile.device}{' (estimated)' if profile.estimated else ''}"
+def _draw_batches(results: Results, place: Path) -> None:
+    assert results.study is not None, "asked only where there is one"
+    draw_sweep(results.study, place)
+
+
+def _draw_frontier(results: Results, place: Path) -> None:
+    assert results.frontier is not None, "asked only where there is one"
+    title = results.frontier.device if results.profile is None else _title(results)
+    draw_frontier(results.frontier, place, title=title)
+
+
+def _draw_peak(results: Results, place: Path) -> None:
+    peaks = peaks_of(results.profile, results.plan)
+    if peaks is None:
+        raise InputError("the plan does not say what its peak is made of: make it anew")
+    budget_bytes = None if results.plan is None else results.plan.budget_bytes
+    draw_peaks(peaks, budget_bytes, place, title=_title(results))
+
+
+def _draw_lifetimes(results: Results, place: Path) -> None:
+    profile, plan = results.profile, results.plan
+    assert profile is not None, "asked only where there is one"
+    lifetimes = lifetimes_of(profile, plan)
+    draw_lifetimes(steps_of(profile, None), lifetimes, place, title=_title(results))
+
+
+_FIGURES: dict[str, Callable[[Results, Path], None]] = {
+    "memory": _draw_memory,
+    "peak": _draw_peak,
+    "lifetimes": _draw_lifetimes,
+    "frontier": _draw_frontier,
+    "batches": _draw_batches,
+}
+
+
+def _title(results: Results) -> str:
+    return " · ".join(titles_of(results))

@@ -11,7 +11,7 @@ from leanstep.ir.blocks import find_block
 # As many as a picture shows; the rest is counted.
 MOST_BARS = 400
 
-KEPT, RECOMPUTED, MOVED = "kept", "recomputed", "offloaded"
+FATES = KEPT, RECOMPUTED, MOVED = "kept", "recomputed", "offloaded"
 
 
 class Life(NamedTuple):

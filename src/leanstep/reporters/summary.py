@@ -178,17 +178,13 @@ def _of_profile(profile: Profile, ladder: Ladder | None) -> Summary:
 
 
 def _of_study(study: Sweep | MaxBatch) -> Summary:
-    if isinstance(study, Sweep):
-        before, after = study.largest_untouched, study.largest_planned
-    else:
-        before, after = study.trial(study.untouched_batch), study.trial(study.planned_batch)
-    facts = tuple(_study_facts(before, after))
+    before, after = study.largest_untouched, study.largest_planned
     tone = GOOD if after is not None and after.planned is not None else BAD
     return Summary(
         tone=tone,
         word="Batch-size study" if tone == GOOD else "Nothing fits",
         sentence=f"Under a budget of {format_bytes(study.budget_bytes)} on {study.device}.",
-        facts=facts,
+        facts=tuple(_study_facts(before, after)),
         notes=study.notes,
     )
 

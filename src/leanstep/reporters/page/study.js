@@ -5,7 +5,7 @@ function startStudy(data) {
   const gain = study.largest_before ? `, ${(study.largest_after / study.largest_before).toFixed(2)} × as large` : "";
   byId("batches-caption").textContent =
     `Under ${formatBytes(study.budget_bytes)} the largest batch tried is ${study.largest_before || "none"} untouched and ${study.largest_after || "none"} planned${gain}. Open marks are predicted, filled ones measured.`;
-  const rule = study.points.some((point) => point.sqrt_peak_bytes !== null) ? [["√n rule: 2√n of n blocks' activations", "var(--rule)", "dash"]] : [];
+  const rule = study.points.some((point) => point.textbook) ? [["√n segments, as textbooks estimate", "var(--rule)", "dash"]] : [];
   fillLegend("batches-legend", [["untouched", "var(--before)"], ["planned", "var(--after)"], ["budget", "var(--ink)", "dash"], ...rule]);
   plot("batches-peak-plot", "Peak memory against the batch", () => peakFigure(study));
   plot("batches-time-plot", "Step time against the batch", () => {
@@ -20,21 +20,27 @@ function readings(study) {
   return study.points.flatMap((point) => [point.before, point.after]).filter(Boolean);
 }
 
-function studyFigure(study, title, value, more = []) {
-  const line = (which, shade) => {
+const LINES = {
+  before: {name: "untouched", shade: "before", mode: "lines+markers", dash: "solid"},
+  after: {name: "planned", shade: "after", mode: "lines+markers", dash: "solid"},
+  textbook: {name: "√n segments", shade: "rule", mode: "lines", dash: "dash"},
+};
+
+function studyFigure(study, title, value) {
+  const traces = Object.entries(LINES).map(([which, {name, shade, mode, dash}]) => {
     const points = study.points.filter((point) => point[which]);
-    const largest = study[`largest_${which}`];
+    const isLargest = (point) => point.batch === study[`largest_${which}`];
     return {
-      type: "scatter", mode: "lines+markers", name: which, x: points.map((point) => point.batch), y: points.map((point) => value(point.batch, point[which])),
-      line: {color: colour(shade), width: 2},
-      marker: {opacity: 1, size: points.map((point) => (point.batch === largest ? 13 : 8)),
+      type: "scatter", mode, name, x: points.map((point) => point.batch), y: points.map((point) => value(point.batch, point[which])),
+      line: {color: colour(shade), width: which === "textbook" ? 1.5 : 2, dash},
+      marker: {opacity: 1, size: points.map((point) => (isLargest(point) ? 13 : 8)),
                color: points.map((point) => (point[which].measured ? colour(shade) : colour("paper"))),
-               symbol: points.map((point) => (point.batch === largest ? "diamond" : "circle")),
+               symbol: points.map((point) => (isLargest(point) ? "diamond" : "circle")),
                line: {width: 2, color: colour(shade)}},
-      hovertemplate: `batch %{x}: %{y:.3~g}<extra>${which === "after" ? "planned" : "untouched"}</extra>`,
+      hovertemplate: `batch %{x}: %{y:.3~g}<extra>${name}</extra>`,
     };
-  };
-  return {traces: [line("before", "before"), line("after", "after"), ...more], layout: {
+  });
+  return {traces, layout: {
     height: 300, hovermode: "closest", dragmode: false, margin: {l: 8, r: 12, t: 34, b: 8},
     title: {text: title, font: {size: 13, color: colour("ink")}, x: 0, xref: "paper", xanchor: "left", y: 0.97},
     xaxis: axis("batch", {rangemode: "tozero", fixedrange: true}), yaxis: axis("", {rangemode: "tozero", fixedrange: true}),
@@ -44,12 +50,7 @@ function studyFigure(study, title, value, more = []) {
 function peakFigure(study) {
   const most = Math.max(study.budget_bytes, ...readings(study).map((reading) => reading.peak_bytes));
   const [unit, bytes] = byteScale(most);
-  const known = study.points.filter((point) => point.sqrt_peak_bytes !== null);
-  const rule = known.length ? [{
-    type: "scatter", mode: "lines", name: "√n rule", x: known.map((point) => point.batch), y: known.map((point) => point.sqrt_peak_bytes / bytes),
-    line: {color: colour("rule"), width: 1.5, dash: "dash"}, hovertemplate: "batch %{x}: %{y:.3~g}<extra>√n rule</extra>",
-  }] : [];
-  const figure = studyFigure(study, `peak, ${unit}`, (_, reading) => reading.peak_bytes / bytes, rule);
+  const figure = studyFigure(study, `peak, ${unit}`, (_, reading) => reading.peak_bytes / bytes);
   const line = budgetLine(study.budget_bytes, bytes, "y");
   figure.layout.shapes = line.shapes;
   figure.layout.annotations = line.annotations.map((note) => ({...note, x: 0, xanchor: "left"}));
