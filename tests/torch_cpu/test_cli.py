@@ -112,7 +112,7 @@ def test_a_profile_is_planned_explained_and_drawn_from_its_file(run_json, folder
     assert json.loads(run("explain", "plan.json", "--json").stdout)["leanstep"] == "Explanation"
 
     pytest.importorskip("matplotlib")
-    drawn = run("report", run_json, "--plan", "plan.json", "-o", "memory.svg")
+    drawn = run("report", run_json, "plan.json", "-o", "memory.svg")
     assert drawn.exit_code == 0, drawn.output
     assert Path("memory.svg").stat().st_size > 1000
 
@@ -180,7 +180,7 @@ def test_a_budget_that_cannot_be_met_says_what_to_type_next(run_json):
         ),
         (("plan", "run.json", "--batch", "4"), "its sizes and device are fixed"),
         (("plan", "run.json", "--solver", "mu_tow"), "did you mean 'mu_two'?"),
-        (("report", "run.json", "-o", "memory.bmp"), "end it in .png or .svg"),
+        (("report", "run.json", "-o", "memory.bmp"), "end it in .html, .png, .svg, .json"),
         (("explain", "run.json"), "holds a Profile, not a Plan"),
         (("plam",), "Did you mean 'plan'?"),
     ],

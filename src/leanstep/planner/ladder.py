@@ -26,7 +26,7 @@ def ladder(
     *,
     solver: str | Solver = "auto",
     engine: str = "auto",
-    rungs: int = 21,
+    rungs: int = 17,
     also: Sequence[int] = (),
 ) -> Ladder:
     """Plan for evenly spaced budgets, from the untouched peak down to the least reachable one.

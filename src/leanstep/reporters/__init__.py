@@ -2,3 +2,4 @@
 
 from leanstep.reporters.files import report as report
 from leanstep.reporters.terminal import render as render
+from leanstep.reporters.terminal import render_html as render_html

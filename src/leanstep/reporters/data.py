@@ -94,7 +94,7 @@ def collect(results: Sequence[Saved]) -> Results:
     for result in results:
         name = "study" if isinstance(result, (Sweep, MaxBatch)) else type(result).__name__.lower()
         if name not in {field.name for field in fields(Results)}:
-            raise InputError(f"a report has no place for a {type(result).__name__}")
+            raise InputError(f"a report has no place for {type(result).__name__}")
         if name in found:
             raise InputError(f"a report has one {name}, and two were given")
         found[name] = result
@@ -134,7 +134,7 @@ def report_data(results: Results) -> ReportData:
         "decisions": None if plan is None else rows_of(plan),
         "study": None if study is None else _study(study),
     }
-    title, *subtitle = titles_of(results)
+    title, *subtitle = _titles(results)
     return ReportData(
         title=title,
         subtitle=tuple(subtitle),
@@ -163,8 +163,7 @@ _HOW = {
 }
 
 
-def titles_of(results: Results) -> Iterator[str]:
-    """What the results are about: the model, then its size, batch, device and solver."""
+def _titles(results: Results) -> Iterator[str]:
     profile, plan, study = results.profile, results.plan, results.study
     identity = profile.model if profile is not None else plan.model if plan is not None else None
     if identity is not None:

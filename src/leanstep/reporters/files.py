@@ -6,7 +6,7 @@ from pathlib import Path
 from leanstep.errors import InputError, unknown_name
 from leanstep.ir.codec import Saved
 from leanstep.reporters.charts import draw_frontier, draw_lifetimes, draw_peaks
-from leanstep.reporters.data import Results, collect, peaks_of, report_data, titles_of, with_ladder
+from leanstep.reporters.data import Results, collect, peaks_of, report_data, with_ladder
 from leanstep.reporters.figures import draw_memory, draw_sweep
 from leanstep.reporters.html import write_html
 from leanstep.reporters.lifetimes import lifetimes_of
@@ -114,4 +114,14 @@ _FIGURES: dict[str, Callable[[Results, Path], None]] = {
 
 
 def _title(results: Results) -> str:
-    return " · ".join(titles_of(results))
+    """Model, batch and device: what fits above a figure."""
+    profile, plan = results.profile, results.plan
+    identity = profile.model if profile is not None else plan.model if plan is not None else None
+    if identity is None:
+        return ""
+    parts = [identity.model]
+    if identity.batch_size:
+        parts.append(f"batch {identity.batch_size}")
+    if profile is not None:
+        parts.append(f"{profile.device}{' (estimated)' if profile.estimated else ''}")
+    return " · ".join(parts)

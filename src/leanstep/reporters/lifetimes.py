@@ -65,12 +65,16 @@ def _uses(graph: Graph) -> list[tuple[int, tuple[int, int, int, int]]]:
                 forward[value.storage] = index
             elif op.phase is Phase.BACKWARD:
                 backward.setdefault(value.storage, []).append(index)
+    # Compiled code and views ask for what autograd saved without an op that reads it.
+    for save, position in graph.unpacks:
+        if position < len(graph.ops) and graph.ops[position].phase is Phase.BACKWARD:
+            backward.setdefault(graph.saves[save].value.storage, []).append(position)
     found = []
     for number, storage in enumerate(graph.storages):
         is_made = storage.category is Category.ACTIVATION and storage.birth >= 0
         if is_made and number in forward and number in backward:
             uses = backward[number]
-            found.append((number, (storage.birth, forward[number], uses[0], uses[-1])))
+            found.append((number, (storage.birth, forward[number], min(uses), max(uses))))
     return found
 
 

@@ -2,7 +2,9 @@
 
 Columns of numbers and one table of texts, since a page holds thousands of each. What is alive at
 an op is left to the reader of the columns: a storage is there at position p when
-`birth < p <= death`, and under a plan the shifts that cover p are added to it.
+`birth < p <= death`, and under a plan the shifts that cover p are added to it. An op that runs
+again comes before what it brings back: gains that begin at p are not there yet, and losses that end
+at p still are; what it has rebuilt so far is the rest of the level.
 """
 
 from collections.abc import Iterable, Sequence

@@ -13,10 +13,13 @@ function nameOfStorage(steps, number) {
   };
 }
 
-function shiftsAt(steps, position) {
+// What a plan changes at a point; before an op that runs again has brought anything back.
+function shiftsAt(steps, position, isAgain) {
   const found = new Map();
   for (const [start, stop, bytes, storage] of steps.shifts) {
-    if (start <= position && position < stop) found.set(storage, (found.get(storage) || 0) + bytes);
+    const covers = isAgain && bytes > 0 ? start < position && position < stop
+      : isAgain ? start <= position && position <= stop : start <= position && position < stop;
+    if (covers) found.set(storage, (found.get(storage) || 0) + bytes);
   }
   return found;
 }
@@ -24,8 +27,9 @@ function shiftsAt(steps, position) {
 // The bytes of every storage at a point, those that are not there left out.
 function storagesAt(steps, which, point) {
   const position = steps[which].positions[point];
+  const isAgain = steps[which].ops[point] !== position;
   const {births, deaths, nbytes} = steps.storages;
-  const found = which === "after" ? shiftsAt(steps, position) : new Map();
+  const found = which === "after" ? shiftsAt(steps, position, isAgain) : new Map();
   for (let number = 0; number < births.length; number += 1) {
     if (births[number] < position && position <= deaths[number]) {
       found.set(number, (found.get(number) || 0) + nbytes[number]);

@@ -1,4 +1,4 @@
-// Read the data, say the verdict, and draw each section, the first ones first.
+// Say the verdict, then draw each section, the first ones first.
 
 function startVerdict(data) {
   const {summary} = data;
@@ -21,11 +21,14 @@ function sayMissing(section, command) {
   byId(section).append(element("p", {class: "missing"}, "Not in this report. To get it: ", ...parts));
 }
 
-function start() {
-  const data = JSON.parse(byId("data").textContent);
-  const missing = new Map(data.missing);
+// What can be read without a plot.
+function startReport(data) {
   startTheme();
   startVerdict(data);
+}
+
+function drawSections(data) {
+  const missing = new Map(data.missing);
   const sections = [
     ["steps", "memory", () => new MemoryPlot(data).start()],
     ["peaks", "peak", () => startPeak(data)],
@@ -42,7 +45,7 @@ function start() {
   const next = () => {
     const section = waiting.shift();
     if (!section) {
-      document.documentElement.dataset.ready = "yes";
+      document.documentElement.dataset.ready = Math.round(performance.now());
       return;
     }
     section[2]();
@@ -50,5 +53,3 @@ function start() {
   };
   next();
 }
-
-start();
