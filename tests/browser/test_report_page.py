@@ -224,7 +224,8 @@ def test_what_is_listed_adds_up_to_the_level_of_its_op(opened, report_path) -> N
 
     wrong = one.page.evaluate(
         """() => ["before", "after"].flatMap((which) => report.steps[which].ops.map((_, point) => {
-            const sum = aliveAt(report.steps, which, point).reduce((all, row) => all + row.bytes, 0);
+            const rows = aliveAt(report.steps, which, point);
+            const sum = rows.reduce((total, row) => total + row.bytes, 0);
             return [which, point, sum - levelAt(report.steps[which], point)];
         })).filter(([, , difference]) => difference !== 0)"""
     )
@@ -257,8 +258,11 @@ def test_search_shows_what_matches_and_where_it_is(opened, report_path, plan) ->
     closed = rows.count()
     assert closed == 1 + len(plan.decisions)
 
+    one.page.fill("#decisions-search", "no such op")
+    assert rows.count() == 0 and one.text("#decisions-count").startswith("0 of")
     one.page.fill("#decisions-search", "layers.3 feed")
-    assert "0 of" in one.text("#decisions-count")
+    found = rows.locator("td.name").all_inner_texts()
+    assert len(found) > 2 and all("feedforward" in name for name in found[2:])
     one.page.fill("#decisions-search", "gelu")
     names = [name for name in rows.locator("td.name").all_inner_texts() if "gelu" in name]
     assert len(names) == len(plan.decisions)
