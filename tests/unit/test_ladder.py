@@ -29,6 +29,14 @@ def test_every_rung_is_the_plan_for_its_budget(seed: int) -> None:
     ]
 
 
+@pytest.mark.parametrize("solver", ["uniform", "chen_sqrt", "mu_two"])
+def test_a_heuristic_has_a_ladder_too(solver: str) -> None:
+    found = ladder(PROFILE, solver=solver, rungs=9)
+
+    assert found.rungs[0].extra_seconds == 0
+    assert all(rung.peak_bytes <= rung.budget_bytes for rung in found.rungs)
+
+
 def test_a_budget_of_its_own_gets_a_rung_where_it_lies_between() -> None:
     asked = PROFILE.peak_bytes * 9 // 10 + 1
 

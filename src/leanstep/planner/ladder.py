@@ -5,13 +5,13 @@ category such as parameters holds stays, activations and temporaries grow with t
 true but for temporaries of the size of a weight, so it errs on the side of too much memory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
-from leanstep.errors import InputError
+from leanstep.errors import BudgetError, InputError
 from leanstep.ir import Category, Decision, Ladder, Phase, Plan, Profile, Rung, Share
 from leanstep.planner.whole import Space, plan_in, prepare
 from leanstep.simulator import memory_curve
@@ -26,21 +26,24 @@ def ladder(
     *,
     solver: str | Solver = "auto",
     engine: str = "auto",
+    exact: bool = True,
+    offload: bool = True,
     rungs: int = 17,
     also: Sequence[int] = (),
 ) -> Ladder:
     """Plan for evenly spaced budgets, from the untouched peak down to the least reachable one.
 
     Unlike `frontier`, which compares solvers, it keeps what every block call does. `also` are
-    budgets in bytes that get a rung of their own, where they lie between these two.
+    budgets in bytes that get a rung of their own, where they lie between these two. The other
+    arguments are those of `plan`.
     """
     if rungs < 2:
         raise InputError(f"rungs={rungs} is too few: a ladder has at least 2")
-    space = prepare(profile, engine)
+    space = prepare(profile, engine, exact=exact)
     found_solver = find_solver(solver)
     evenly = _budgets(space, found_solver, rungs)
     budgets = {*evenly, *(own for own in also if evenly[-1] < own < evenly[0])}
-    plans = [plan_in(space, own, solver=solver) for own in sorted(budgets, reverse=True)]
+    plans = list(_plans(space, sorted(budgets, reverse=True), solver, offload=offload))
     found = [_rung(plan) for plan in plans]
     return Ladder(
         solver=found_solver.name,
@@ -56,6 +59,18 @@ def _budgets(space: Space, solver: Solver, count: int) -> list[int]:
     low = (lowest.problem or space.problem).peak_bytes(lowest.picks)
     high = max(low, space.problem.peak_bytes(space.problem.kept))
     return [high - (high - low) * place // (count - 1) for place in range(count)]
+
+
+def _plans(
+    space: Space, budgets: Sequence[int], solver: str | Solver, *, offload: bool
+) -> Iterator[Plan]:
+    """A plan for each budget that the solver can meet: a heuristic misses some above its floor."""
+    for budget_bytes in budgets:
+        try:
+            found = plan_in(space, budget_bytes, solver=solver, offload=offload)
+        except BudgetError:
+            continue
+        yield found
 
 
 def _rung(plan: Plan) -> Rung:

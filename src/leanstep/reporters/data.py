@@ -1,7 +1,7 @@
 """Everything a report shows, as one plain value: what the page draws, and what tests assert on."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from leanstep.errors import InputError
 from leanstep.ir import Frontier, Ladder, MaxBatch, Peak, Plan, Profile, Reading, Sweep, Verdict
@@ -12,6 +12,7 @@ from leanstep.reporters.decisions import Row, rows_of
 from leanstep.reporters.lifetimes import Lifetimes, lifetimes_of
 from leanstep.reporters.steps import GROUP_OF, GROUPS, Steps, steps_of
 from leanstep.reporters.summary import Summary, summarise
+from leanstep.solvers.registry import CURVED
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +68,16 @@ class Study:
 
 @dataclass(frozen=True, slots=True)
 class ReportData:
-    """The whole report. A part that is None has a line in `missing`: what to type to get it."""
+    """The whole report. A part that is None has a line in `missing`: what to type to get it.
+
+    `planned` are the peak and the extra seconds of the plan.
+    """
 
     title: str
     subtitle: tuple[str, ...]
     summary: Summary
     budget_bytes: int | None
+    planned: tuple[int, float] | None
     steps: Steps | None
     peaks: Peaks | None
     lifetimes: Lifetimes | None
@@ -113,14 +118,23 @@ def _check_alike(results: Results) -> None:
 
 
 def with_ladder(results: Results) -> Results:
-    """The same, with a plan for every budget where there is a profile to plan from."""
+    """The same, with a plan for every budget where there is a profile to plan from.
+
+    They are made as the given plan was, as far as it tells: with its solver unless that is a slow
+    one, and with host memory if it uses any.
+    """
     profile, plan = results.profile, results.plan
     if profile is None or results.ladder is not None or not profile.blocks:
         return results
-    engine = "inductor" if profile.is_compiled else "auto"
-    own = () if plan is None else (plan.budget_bytes,)
-    parts = {field.name: getattr(results, field.name) for field in fields(Results)}
-    return Results(**{**parts, "ladder": make_ladder(profile, engine=engine, also=own)})
+    found = make_ladder(
+        profile,
+        solver=plan.solver if plan is not None and plan.solver in CURVED else "auto",
+        engine="inductor" if profile.is_compiled else "auto",
+        exact=plan is None or plan.exact,
+        offload=plan is None or not plan.changed or bool(plan.host_bytes),
+        also=() if plan is None else (plan.budget_bytes,),
+    )
+    return replace(results, ladder=found)
 
 
 def report_data(results: Results) -> ReportData:
@@ -140,6 +154,7 @@ def report_data(results: Results) -> ReportData:
         subtitle=tuple(subtitle),
         summary=summarise(profile, plan, results.verdict, results.ladder, study),
         budget_bytes=_budget_bytes(results),
+        planned=None if plan is None else (plan.peak_bytes, plan.extra_seconds),
         frontier=results.frontier,
         missing=tuple((name, _HOW[name]) for name, part in parts.items() if part is None),
         **parts,  # type: ignore[arg-type]  # each by its name

@@ -12,7 +12,7 @@ from leanstep.errors import InputError
 from leanstep.ir.codec import to_plain
 from leanstep.reporters.data import ReportData
 
-# In the order in which they build on one another.
+# In the order of the page.
 SCRIPTS = (
     *("format.js", "theme.js", "memory.js", "alive.js", "peak.js", "lifetimes.js"),
     *("ladder.js", "decisions.js", "study.js", "main.js"),

@@ -35,7 +35,7 @@ function lifetimeFigure(data, lives) {
   const ticks = blockTicks(steps, lives);
   const bands = phaseBands(steps, "before", "y", seconds);
   return {traces: [...waits, ...uses], layout: {
-    height: Math.min(720, 120 + lives.length * 5), barmode: "overlay", bargap: lives.length > 100 ? 0.05 : 0.25, hovermode: "closest",
+    height: Math.min(isNarrow() ? 480 : 680, 120 + lives.length * 5), barmode: "overlay", bargap: lives.length > 100 ? 0.05 : 0.25, hovermode: "closest",
     shapes: bands.shapes, annotations: bands.annotations.map((note) => ({...note, yanchor: "bottom"})),
     xaxis: axis(`time in the untouched step, ${unit}`, {showgrid: false, range: [0, starts.at(-1) / seconds]}),
     yaxis: axis("", {range: [lives.length, -1], fixedrange: true, showgrid: false, tickvals: ticks.map(([row]) => row), ticktext: ticks.map(([, name]) => name)}),

@@ -27,8 +27,9 @@ function groupFigure(data, steps, unit, bytes) {
     y: steps.map(([step]) => step), x: steps.map(([, peak]) => peak.groups[group] / bytes),
     marker: {color: colour(`group-${group}`)},
     customdata: steps.map(([, peak]) => formatBytes(peak.groups[group])),
-    text: steps.map(([, peak]) => (peak.groups[group] > (isNarrow() ? 0.3 : 0.09) * peak.peak_bytes ? `${name} ${formatBytes(peak.groups[group])}` : "")),
-    textposition: "inside", insidetextanchor: "start", textangle: 0,
+    // Only where there is room for it.
+    text: steps.map(([, peak]) => (peak.groups[group] > (isNarrow() ? 0.6 : 0.13) * steps[0][1].peak_bytes ? `${name} ${formatBytes(peak.groups[group])}` : "")),
+    textposition: "inside", insidetextanchor: "start", textangle: 0, constraintext: "none",
     textfont: {size: 11.5, color: [1, 4].includes(group) ? "#111" : "#fff"},
     hovertemplate: `${name}: %{customdata}<extra></extra>`,
   })).filter((_, group) => steps.some(([, peak]) => peak.groups[group]));
