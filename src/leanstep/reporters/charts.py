@@ -50,26 +50,32 @@ def draw_lifetimes(steps: Steps, lifetimes: Lifetimes, path: Path, *, title: str
     figure = new_figure(9, 5)
     axes = figure.subplots()
     starts = [1000 * start for start in steps.before.starts]
-    for number, life in enumerate(lifetimes.lives):
-        made, ready = starts[life.made], starts[life.last_forward + 1]
-        asked, gone = starts[life.first_backward], starts[life.last_backward + 1]
-        colour = _FATE_COLOURS[FATES.index(life.fate)]
-        axes.barh(number, asked - ready, left=ready, height=1, color=colour)
-        spans = [(made, ready - made), (asked, gone - asked)]
-        axes.broken_barh(spans, (number - 0.5, 1), color=_INK, linewidth=0.5)
+    lives = lifetimes.lives
+    # In points: as thick as there is room for.
+    width = max(0.3, 280 / max(1, len(lives)))
     for fate, colour in zip(FATES, _FATE_COLOURS, strict=True):
-        if any(life.fate == fate for life in lifetimes.lives):
-            axes.barh(0, 0, color=colour, label=f"waits, {fate}")
-    axes.barh(0, 0, color=_INK, label="in use")
+        rows = [row for row, life in enumerate(lives) if life.fate == fate]
+        ready = [starts[lives[row].last_forward + 1] for row in rows]
+        asked = [starts[lives[row].first_backward] for row in rows]
+        if rows:
+            axes.hlines(rows, ready, asked, colour, linewidth=width, label=f"waits, {fate}")
+    every = range(len(lives))
+    for first, last in (("made", "last_forward"), ("first_backward", "last_backward")):
+        begins = [starts[getattr(life, first)] for life in lives]
+        ends = [starts[getattr(life, last) + 1] for life in lives]
+        axes.hlines(every, begins, ends, _INK, linewidth=width)
+    axes.plot([], color=_INK, label="in use")
     for phase, begin in _phase_starts(steps):
         axes.axvline(starts[begin], color=_INK, linewidth=0.5)
         axes.text(starts[begin], 1, f" {phase}", transform=axes.get_xaxis_transform(), size=8)
     axes.invert_yaxis()
     axes.set_yticks([])
-    axes.set_ylabel(f"{len(lifetimes.lives)} activations, as they are made")
+    axes.set_ylabel(f"{len(lives)} activations, as they are made")
     axes.set_xlabel("time in the untouched step, ms")
     axes.set_title(title, pad=16)
-    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    legend = figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    for line in legend.get_lines():
+        line.set_linewidth(4)
     figure.savefig(path)
 
 

@@ -7,9 +7,11 @@ from typing import NamedTuple
 from leanstep.blockgraph import BlockGraph, views_of
 from leanstep.ir import Category, Decision, Engine, Graph, Phase, Plan, Profile
 from leanstep.ir.blocks import find_block
+from leanstep.ir.decision import INPUT
 
-# As many as a picture shows; the rest is counted.
-MOST_BARS = 400
+# As many as a picture shows, and those that matter: the rest is counted.
+MOST_LINES = 2500
+LEAST_SHARE = 1e-4
 
 FATES = KEPT, RECOMPUTED, MOVED = "kept", "recomputed", "offloaded"
 
@@ -42,10 +44,12 @@ def lifetimes_of(profile: Profile, plan: Plan | None) -> Lifetimes:
         Life(number, profile.graph.storages[number].nbytes, *uses, fates.get(number, KEPT))
         for number, uses in _uses(profile.graph)
     ]
-    by_weight = sorted(lives, key=_weight, reverse=True)
-    rest = by_weight[MOST_BARS:]
+    least_bytes = LEAST_SHARE * sum(life.nbytes for life in lives)
+    large = [life for life in lives if life.nbytes >= least_bytes]
+    shown = set(sorted(large, key=_weight, reverse=True)[:MOST_LINES])
+    rest = [life for life in lives if life not in shown]
     return Lifetimes(
-        lives=tuple(sorted(by_weight[:MOST_BARS], key=lambda life: (life.made, life.storage))),
+        lives=tuple(sorted(shown, key=lambda life: (life.made, life.storage))),
         num_left_out=len(rest),
         left_out_bytes=sum(life.nbytes for life in rest),
     )
@@ -94,6 +98,8 @@ def _dropped(view: BlockGraph, decision: Decision) -> frozenset[int]:
 
 
 def _moved(view: BlockGraph, decision: Decision) -> Sequence[int]:
-    # What a call gets from the one before is parked under another name than its own storages.
     keys = {view.storage_key(number): number for number in view.own_storages}
+    if view.input is not None:
+        keys[INPUT] = view.input
+    # What compiled code keeps has a name of the compiler's, and no storage of its own.
     return [keys[entry.key] for entry in decision.offload if entry.key in keys]

@@ -9,33 +9,45 @@ function startLifetimes(data) {
     `Each line is one activation, from the op that makes it to its last use in backward. Between its last use in forward and its first in backward it only waits.${rest}`;
   const used = FATES.filter((fate) => lives.some((life) => life[6] === fate));
   fillLegend("lifetimes-legend", [["in use", "var(--ink)"], ...used.map((fate) => [`waits, ${fate}`, `var(--${fate})`])]);
-  plot("lifetimes-plot", `Lifetimes of ${lives.length} activations`, () => lifetimeFigure(data, lives));
+  const place = plot("lifetimes-plot", `Lifetimes of ${lives.length} activations`, () => lifetimeFigure(data, lives));
+  place.on("plotly_hover", (event) => showLife(data.steps, lives[Math.round(event.yvals[0])], event.event));
+  place.on("plotly_unhover", hideTip);
+}
+
+function showLife(steps, life, pointer) {
+  if (!life) return;
+  const [storage, nbytes, made, lastForward, firstBackward, lastBackward, fate] = life;
+  const {name, module, source} = nameOfStorage(steps, storage);
+  const uses = [["made", made], ["last used in forward", lastForward], ["first used in backward", firstBackward], ["last used in backward", lastBackward]];
+  showTip(pointer,
+    element("div", {}, element("b", {}, name), ` · ${formatBytes(nbytes)}, ${fate}`),
+    element("div", {class: "where"}, [module, source].filter(Boolean).join(" · ")),
+    element("table", {}, ...uses.map(([use, op]) => element("tr", {},
+      element("td", {}, use), element("td", {}, formatSeconds(steps.before.starts[op])), element("td", {class: "where"}, opName(steps, op))))));
 }
 
 function lifetimeFigure(data, lives) {
   const {steps} = data, {starts} = steps.before;
   const [unit, seconds] = timeScale(starts.at(-1));
   const begin = (op) => starts[op] / seconds, end = (op) => starts[op + 1] / seconds;
-  const text = lives.map(([storage, nbytes, , , , , fate]) => {
-    const {name, module, source} = nameOfStorage(steps, storage);
-    return `<b>${name}</b> ${formatBytes(nbytes)}, ${fate}<br>${[module, source].filter(Boolean).join(" · ")}`;
-  });
-  const bars = (chosen, from, to, shade) => ({
-    type: "bar", orientation: "h", y: chosen, base: chosen.map((row) => from(lives[row])),
-    x: chosen.map((row) => to(lives[row]) - from(lives[row])), text: chosen.map((row) => text[row]),
-    textposition: "none", hovertemplate: "%{text}<extra></extra>", marker: {color: shade, line: {width: 1, color: shade}},
+  const height = Math.min(isNarrow() ? 480 : 680, 120 + lives.length * 5);
+  // One path for each kind, not a bar for each activation: a large model has thousands.
+  const width = Math.max(1, (lives.length > 100 ? 1.05 : 0.8) * (height - 80) / lives.length);
+  const visible = starts.at(-1) / seconds / 700;
+  const spans = (rows, ends, shade) => ({
+    type: "scatter", mode: "lines", line: {width, color: shade},
+    x: rows.flatMap((row) => { const [from, to] = ends(lives[row]); return [from, Math.max(to, from + visible), null]; }),
+    y: rows.flatMap((row) => [row, row, null]), hoverinfo: "none",
   });
   const all = lives.map((_, row) => row);
-  const waits = FATES.map((fate) => bars(all.filter((row) => lives[row][6] === fate),
-    (life) => end(life[3]), (life) => begin(life[4]), colour(fate))).filter((trace) => trace.y.length);
-  const uses = [
-    bars(all, (life) => begin(life[2]), (life) => end(life[3]), colour("ink")),
-    bars(all, (life) => begin(life[4]), (life) => end(life[5]), colour("ink")),
-  ];
+  const waits = FATES.map((fate) => spans(all.filter((row) => lives[row][6] === fate),
+    (life) => [end(life[3]), begin(life[4])], colour(fate))).filter((trace) => trace.y.length);
+  const uses = [[2, 3], [4, 5]].map(([from, to]) =>
+    spans(all, (life) => [begin(life[from]), end(life[to])], colour("ink")));
   const ticks = blockTicks(steps, lives);
   const bands = phaseBands(steps, "before", "y", seconds);
   return {traces: [...waits, ...uses], layout: {
-    height: Math.min(isNarrow() ? 480 : 680, 120 + lives.length * 5), barmode: "overlay", bargap: lives.length > 100 ? 0.05 : 0.25, hovermode: "closest",
+    height, hovermode: "y", hoverdistance: Math.max(1, Math.floor(width / 2)),
     shapes: bands.shapes, annotations: bands.annotations.map((note) => ({...note, yanchor: "bottom"})),
     xaxis: axis(`time in the untouched step, ${unit}`, {showgrid: false, range: [0, starts.at(-1) / seconds]}),
     yaxis: axis("", {range: [lives.length, -1], fixedrange: true, showgrid: false, tickvals: ticks.map(([row]) => row), ticktext: ticks.map(([, name]) => name)}),

@@ -1,6 +1,6 @@
 // The peak by category and by owner, untouched and planned side by side.
 
-const MOST_OWNERS = 60;
+const MOST_OWNERS = 120;
 
 function startPeak(data) {
   const {peaks} = data;
@@ -53,11 +53,12 @@ function ownerRows(steps) {
   }
   const size = (row) => Math.max(row.untouched, row.planned);
   const rows = [...sizes].map(([owner, own]) => ({owner, ...own}));
-  const least = Math.max([...rows].map(size).sort((a, b) => b - a)[MOST_OWNERS] || 0, 0.002 * Math.max(...steps.map(([, peak]) => peak.peak_bytes)));
-  const rest = rows.filter((row) => size(row) <= least);
+  const least = 0.002 * Math.max(...steps.map(([, peak]) => peak.peak_bytes));
+  const large = new Set([...rows].sort((a, b) => size(b) - size(a)).slice(0, MOST_OWNERS).filter((row) => size(row) > least));
+  const rest = rows.filter((row) => !large.has(row));
   if (!rest.length) return rows;
   const sum = (step) => rest.reduce((total, row) => total + row[step], 0);
-  return [...rows.filter((row) => size(row) > least), {owner: `${rest.length} smaller`, untouched: sum("untouched"), planned: sum("planned")}];
+  return [...rows.filter((row) => large.has(row)), {owner: `${rest.length} smaller`, untouched: sum("untouched"), planned: sum("planned")}];
 }
 
 function ownerFigure(steps) {
