@@ -1,0 +1,176 @@
+"""Every figure that others have published about activation checkpointing, with ours beside it.
+
+    python benchmarks/published.py --studies predicted.jsonl -o docs/published-figures.md
+
+Ours are estimated for devices that need not be here, and the table says so. Nobody published all
+that is needed to repeat a figure; what was assumed stands in the row. The largest batches come from
+`benchmarks/batch_study.py predict`, whose file is given with `--studies`.
+"""
+
+import argparse
+import functools
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from batch_study import Model, study_of
+
+import leanstep
+from leanstep import models
+from leanstep.study.textbook import textbook
+from leanstep.units import format_change
+
+MIB, GIB = 2**20, 2**30
+# OneFlow's figures: MiB untouched and checkpointed, seconds likewise.
+ONEFLOW_MIB = (9141, 5978)
+ONEFLOW_SECONDS = (25 * 60 + 16, 33 * 60 + 36)
+
+HEAD = """# Published figures, and ours
+
+Made by `python benchmarks/published.py`. **Ours are estimated**, not measured: fake tensors for
+memory, a roofline for time. How near such figures are to a GPU's, and what was measured beside
+other tools on an H200, is in [benchmarks.md](benchmarks.md). "Host" is leanstep with activations
+waiting in pinned host memory, "device" without (`offload=False`). All are plans with `exact=True`;
+nothing was trained for these rows.
+"""
+TAIL = """
+Nobody published all that is needed to repeat a figure. Assumed: for OneFlow, fp32, 128 tokens, a
+fused AdamW, and the batch whose untouched step comes nearest to theirs; for the others, our own
+ResNet-152 (224², channels last) and BERT-large (512 tokens) in bf16. "Memory" is the peak of the
+whole step. Where ours refuses, the least reachable peak is that of the loss head, which belongs
+to no block.
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    source: str
+    published: str
+    setting: str
+    ours: str
+
+    def __str__(self):
+        return f"| {self.source} | {self.published} | {self.setting} | {self.ours} |"
+
+
+def oneflow_rows():
+    batch, known = oneflow_profile()
+    share = ONEFLOW_MIB[1] / ONEFLOW_MIB[0]
+    slower = ONEFLOW_SECONDS[1] / ONEFLOW_SECONDS[0] - 1
+    setting = (
+        f"`bert-large`, {batch} × 128 tokens, fp32, RTX 3090: {known.peak_bytes / MIB:.0f} MiB "
+        "untouched; the same share"
+    )
+    yield Row(
+        "OneFlow `nn.Graph`, BERT-large pre-training, RTX 3090",
+        f"9141 → 5978 MB ({format_change(share - 1)}), time {format_change(slower)}",
+        setting,
+        both_ways(known, share),
+    )
+    every = leanstep.plan(
+        known, known.peak_bytes, overrides={"layers.*": "recompute"}, engine="module", offload=False
+    )
+    yield Row(
+        "",
+        "the same switch on every layer",
+        "as above, every layer recomputed whole, by our own estimate",
+        f"{format_change(every.peak_bytes / known.peak_bytes - 1)} memory, "
+        f"{format_change(every.extra_seconds / every.step_seconds)} time",
+    )
+
+
+def oneflow_profile():
+    """The batch whose untouched step comes nearest to what OneFlow's had."""
+
+    def profile(batch):
+        make = functools.partial(models.build, "bert-large", batch=batch, seq=128, fused=True)
+        return leanstep.profile(make, device="rtx3090")
+
+    # In smaller steps the peak is the optimizer's, which does not grow.
+    sizes = (16, 32)
+    low, high = (profile(batch).peak_bytes for batch in sizes)
+    batch = round(sizes[1] + (ONEFLOW_MIB[0] * MIB - high) * (sizes[1] - sizes[0]) / (high - low))
+    return batch, profile(batch)
+
+
+def share_rows(source, name, batch, shares, published):
+    known = leanstep.profile(functools.partial(Model(name), batch), device="h200")
+    setting = f"`{name}` × {batch}, bf16, H200: {known.peak_bytes / GIB:.1f} GiB untouched"
+    for share in shares:
+        saved = f"{format_change(share - 1)} memory"
+        yield Row(source, f"{saved}, {published}", setting, both_ways(known, share))
+        source = ""
+    book = textbook(known)
+    yield Row(
+        "`checkpoint_sequential`, tutorials",
+        "memory toward √M, +15–25 % time",
+        f"{setting}; at the textbook's peak for √n segments, {book.peak_bytes / GIB:.1f} GiB "
+        f"(textbook's time {format_change(book.seconds / known.step_seconds - 1)})",
+        both_ways(known, book.peak_bytes / known.peak_bytes),
+    )
+
+
+def both_ways(known, share):
+    """What a budget of a share of the peak costs, with host memory and without."""
+    return "; ".join(
+        f"{word} {extra(known, share, offload=offload)}"
+        for word, offload in (("host", True), ("device", False))
+    )
+
+
+def extra(known, share, *, offload):
+    try:
+        plan = leanstep.plan(known, int(share * known.peak_bytes), offload=offload)
+    except leanstep.BudgetError as error:
+        least = error.floor_bytes / known.peak_bytes - 1
+        return f"refused (least {format_change(least)})"
+    return f"**{format_change(plan.extra_seconds / plan.step_seconds)}**"
+
+
+def batch_rows(studies):
+    claims = {"resnet152": "2–2.5 ×", "bert-large": "up to 3 ×"}
+    for study in studies:
+        device = study.device.removesuffix(" (estimated)")
+        yield Row(
+            "Harvard's CS265 project, largest batch",
+            f"{claims[study.model]}, +20–30 % time",
+            f"`{study.model}`, bf16, {device}, budget {study.budget_bytes / GIB:.1f} GiB, at most "
+            f"{format_change(study.max_slowdown)} time a sample",
+            f"{study.untouched_batch} → {study.planned_batch}: **{study.gain:.2f} ×**, "
+            f"{format_change(study.extra_share)} time a sample",
+        )
+
+
+def rows(args):
+    yield from oneflow_rows()
+    published = "+20–30 % time"
+    resnet = ("Harvard's CS265 project, ResNet", "resnet152", args.resnet_batch)
+    yield from share_rows(*resnet, (0.55, 0.40), published)
+    bert = ("Harvard's CS265 project, Transformer", "bert-large", args.bert_batch)
+    yield from share_rows(*bert, (0.50, 0.40, 0.30), published)
+    lines = [line for path in args.studies for line in path.read_text().splitlines()]
+    yield from batch_rows([study_of(line) for line in lines])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--studies", type=Path, nargs="*", default=[])
+    parser.add_argument("--resnet-batch", type=int, default=384)
+    parser.add_argument("--bert-batch", type=int, default=64)
+    parser.add_argument("-o", "--output", type=Path)
+    args = parser.parse_args()
+    start = time.monotonic()
+    table = [
+        "| published by | published | our setting | ours, estimated |",
+        "|---|---|---|---|",
+        *(str(row) for row in rows(args)),
+    ]
+    text = "\n".join([HEAD, *table, TAIL])
+    print(text)
+    print(f"{time.monotonic() - start:.0f} s")
+    if args.output is not None:
+        args.output.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
