@@ -90,9 +90,8 @@ def _change_fact(label: str, before: str, after: str, share: float, how: str) ->
 
 
 def _numbers_fact(verdict: Verdict) -> Fact:
-    what = "loss, gradients, buffers and random state"
     if verdict.exact:
-        return Fact("Gradients", "equal, bit for bit", f"so are {what}", GOOD)
+        return Fact("Gradients", "equal, bit for bit", "loss, buffers, random state too", GOOD)
     if not verdict.different:
         count = len(verdict.within_spread)
         note = f"{count} tensors differ from run to run without a plan too; the rest is bit-equal"

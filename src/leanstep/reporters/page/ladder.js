@@ -10,6 +10,7 @@ class BudgetSlider {
     this.rungs = [...this.ladder.rungs].reverse();
     this.most = Math.max(...this.rungs.flatMap((rung) => rung.shares.map((share) => share[1] + share[2] + share[3])), 1);
     [this.byteUnit, this.bytes] = byteScale(this.ladder.unplanned_peak_bytes);
+    this.usesHost = this.rungs.some((rung) => rung.host_bytes > 0);
     this.index = this.first();
   }
 
@@ -28,7 +29,8 @@ class BudgetSlider {
     slider.value = this.index;
     byId("budget-low").textContent = `${formatBytes(this.rungs[0].budget_bytes)}, the least`;
     byId("budget-high").textContent = `${formatBytes(this.rungs.at(-1).budget_bytes)}, untouched`;
-    fillLegend("budget-legend", [["kept", "var(--kept)"], ["recomputed", "var(--recomputed)"], ["offloaded to the host", "var(--offloaded)"]]);
+    const host = this.usesHost ? [["offloaded to the host", "var(--offloaded)"]] : [];
+    fillLegend("budget-legend", [["kept", "var(--kept)"], ["recomputed", "var(--recomputed)"], ...host]);
     slider.addEventListener("input", () => this.move(Number(slider.value)));
     plot("budget-plot", "Extra time against peak memory, for every budget", () => this.figure());
     byId("budget-plot").on("plotly_click", (event) => {
@@ -68,7 +70,7 @@ class BudgetSlider {
       ["time", "Step time", formatSeconds(planned), `${formatChange(share)}, at least ${formatChange(rung.bound_seconds / ladder.step_seconds)} by proof`],
       ["batch", "Largest batch here", this.batch(rung.batch_growth), `without a plan ${this.batch(rung.untouched_growth)}`],
       ["recomputed", "Recomputed", formatBytes(sum(2)), `${formatBytes(sum(1))} kept`],
-      ["offloaded", "In host memory", formatBytes(sum(3)), "between forward and backward"],
+      ...(this.usesHost ? [["offloaded", "In host memory", formatBytes(sum(3)), "between forward and backward"]] : []),
     ];
   }
 

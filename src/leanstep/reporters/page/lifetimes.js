@@ -49,7 +49,7 @@ function lifetimeFigure(data, lives) {
   return {traces: [...waits, ...uses], layout: {
     height, hovermode: "y", hoverdistance: Math.max(1, Math.floor(width / 2)),
     shapes: bands.shapes, annotations: bands.annotations.map((note) => ({...note, yanchor: "bottom"})),
-    xaxis: axis(`time in the untouched step, ${unit}`, {showgrid: false, range: [0, starts.at(-1) / seconds]}),
+    xaxis: axis(`time by the ops of the untouched step, ${unit}`, {showgrid: false, range: [0, starts.at(-1) / seconds]}),
     yaxis: axis("", {range: [lives.length, -1], fixedrange: true, showgrid: false, tickvals: ticks.map(([row]) => row), ticktext: ticks.map(([, name]) => name)}),
   }};
 }

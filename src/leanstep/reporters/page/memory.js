@@ -127,7 +127,7 @@ class MemoryPlot {
     const vertical = {range: [0, this.top / this.bytes], fixedrange: true, rangemode: "tozero"};
     const layout = {
       height: isBoth ? (isNarrow() ? 460 : 560) : 380, hovermode: "x", shapes: [...shapes, ...this.chosenLine()], annotations,
-      xaxis: axis(`time in the step, ${this.timeUnit}`, {
+      xaxis: axis(`time by the ops of the step, ${this.timeUnit}`, {
         range: this.range.map((time) => time / this.seconds), anchor: isBoth ? "y2" : "y", showgrid: false,
         showspikes: true, spikemode: "across", spikesnap: "cursor", spikethickness: 1, spikedash: "solid", spikecolor: colour("ink"),
       }),
