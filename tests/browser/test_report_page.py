@@ -93,7 +93,10 @@ def profile():
 
 @pytest.fixture(scope="module")
 def plan(profile):
-    return leanstep.plan(profile, "60%", offload=False)
+    """A plan that recomputes and offloads."""
+    found = leanstep.plan(profile, "55%")
+    assert found.host_bytes and any(decision.dropped_bytes for decision in found.decisions)
+    return found
 
 
 def verdict_of(plan) -> Verdict:
