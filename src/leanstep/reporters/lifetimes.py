@@ -92,7 +92,9 @@ def _fates(profile: Profile, plan: Plan) -> dict[int, str]:
 
 
 def _dropped(view: BlockGraph, decision: Decision) -> frozenset[int]:
-    if decision.engine is Engine.MODULE:
+    # A compiled call has one storage for all that it keeps: part of it is rebuilt.
+    is_leaner = decision.engine is Engine.INDUCTOR and decision.dropped_bytes > 0
+    if decision.engine is Engine.MODULE or is_leaner:
         return frozenset(view.own_storages)
     return view.storages_named(decision.drop)
 

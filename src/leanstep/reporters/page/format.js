@@ -1,4 +1,4 @@
-// Sizes, times and shares as the terminal writes them (leanstep/units.py), and small DOM helpers.
+// Sizes, times and shares as the terminal writes them (leanstep/units.py), and helpers for the DOM.
 
 function formatBytes(bytes) {
   if (Math.abs(bytes) < 1024) return `${bytes} B`;
@@ -62,4 +62,19 @@ function element(tag, attributes = {}, ...content) {
 function fillLegend(id, entries) {
   byId(id).replaceChildren(...entries.map(([text, swatch, kind]) =>
     element("li", {}, element("i", {swatch, class: kind || ""}), text)));
+}
+
+// A box beside the pointer, inside the window.
+function showTip(pointer, ...content) {
+  const tip = byId("tip");
+  tip.replaceChildren(...content);
+  tip.hidden = false;
+  const {width, height} = tip.getBoundingClientRect();
+  const left = pointer.clientX + 16 + width > innerWidth ? pointer.clientX - 16 - width : pointer.clientX + 16;
+  tip.style.left = `${Math.max(8, left)}px`;
+  tip.style.top = `${Math.max(8, Math.min(pointer.clientY + 16, innerHeight - height - 8))}px`;
+}
+
+function hideTip() {
+  byId("tip").hidden = true;
 }
