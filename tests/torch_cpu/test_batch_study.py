@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import leanstep
+from leanstep.study.isolation import can_travel
+from leanstep.study.trials import Conditions
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -46,6 +48,23 @@ def test_images_have_their_channels_last(batch_study):
 
     assert batch.is_contiguous(memory_format=torch.channels_last)
     assert model.conv1.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_trial_runs_in_a_process_of_its_own(batch_study):
+    model = batch_study.Model("bert-tiny", "cpu", 16)
+    conditions = Conditions(
+        make=model,
+        budget_bytes=6 << 20,
+        device=None,
+        solver="auto",
+        engine="auto",
+        offload=True,
+        exact=True,
+        isolated=True,
+    )
+
+    assert can_travel(model)
+    assert conditions.trial(4).planned.measured
 
 
 def test_the_two_largest_batches_are_bracketed_by_their_neighbours(batch_study, monkeypatch):

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import leanstep
@@ -167,6 +168,8 @@ def test_a_budget_that_cannot_be_met_says_what_to_type_next(run_json):
         (("profile", "users_train:make", "--seq", "8"), "unexpected keyword argument 'seq'"),
         (("fit", "users_train:make", "--device", "h200"), "plan says what it would do there"),
         (("plan", "nowhere.json"), "there is no file nowhere.json"),
+        (("max-batch", "run.json", "--budget", "1GiB"), "run.json is a file: this command runs"),
+        (("fit", "run.json", "--device", "h200"), "run.json is a file: this command runs"),
         (("sweep", "gpt2-tiny", "--batch", "1;2"), "is not a list such as 1,2,4,8"),
         (("sweep", "gpt2-tiny"), "none is here; write a size"),
         (("plan", "gpt2-tiny", "--engine", "replya"), "did you mean 'replay'?"),
@@ -283,3 +286,11 @@ def test_the_largest_batch_is_found_and_printed_as_json():
 def test_the_doctor_answers_in_both_forms():
     assert "solvers" in run("doctor").stdout
     assert json.loads(run("doctor", "--json").stdout)["leanstep"] == "Checkup"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_a_sentence():
+    done = run("fit", "bert-tiny", "--device", "cuda")
+
+    assert done.exit_code == 2
+    assert "torch finds no GPU" in done.stderr

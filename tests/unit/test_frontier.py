@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from leanstep.errors import InputError
-from leanstep.ir import Frontier
+from leanstep.ir import Frontier, FrontierPoint
 from leanstep.planner import frontier, plan
 from leanstep.testing import random_profile
 
@@ -38,3 +38,11 @@ def test_curve_prints_saves_and_loads(tmp_path: Path) -> None:
 def test_one_point_is_no_curve() -> None:
     with pytest.raises(InputError, match="at least 2"):
         frontier(random_profile(1), points=1)
+
+
+def test_each_point_is_shown_when_it_is_planned() -> None:
+    seen: list[FrontierPoint] = []
+
+    curve = frontier(random_profile(1), points=3, solvers=["optimal"], watch=seen.append)
+
+    assert tuple(seen) == curve.points

@@ -42,6 +42,12 @@ def frontier(
     """Show the extra time under each budget, for every solver; without host memory."""
     out = Output(as_json, output, force)
     known = Source(target, batch, seq, image, autocast, optimizer, device).profile(engine)
-    with progress("planning for every budget"):
-        found = leanstep.frontier(known, solvers=solver or None, points=points, engine=engine)
+    with progress("planning", points * len(solver) if solver else None) as done:
+        found = leanstep.frontier(
+            known,
+            solvers=solver or None,
+            points=points,
+            engine=engine,
+            watch=lambda point: done(point.solver),
+        )
     out.deliver(found)

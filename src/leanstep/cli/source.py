@@ -38,6 +38,8 @@ class Source:
 
     def target(self) -> "Target":
         """What makes model, batch, loss and optimizer, on the device if that is here."""
+        if self.is_file:
+            raise typer.BadParameter(f"{self.text} is a file: this command runs a model")
         # Loaded late: it needs torch.
         from leanstep.models import find_target
 
@@ -47,13 +49,12 @@ class Source:
 
     def ingredients(self) -> tuple[Any, Any, Any, Any]:
         """Model, batch, loss and optimizer; a factory may leave out the last two."""
-        if self.is_file:
-            raise typer.BadParameter(f"{self.text} is a file: this command runs a model")
+        target = self.target()
         if self.imagined:
             raise typer.BadParameter(
                 f"--device {self.device} is not here: plan says what it would do there"
             )
-        model, batch, *rest = self.target()()
+        model, batch, *rest = target()
         loss, optimizer = (*rest, None, None)[:2]
         return model, batch, loss, optimizer
 

@@ -57,6 +57,11 @@ class Target:
         """The same on a device that is there; by default a built-in model goes to the GPU."""
         if device is None and not self.is_built_in:
             return self
+        if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
+            raise InputError(
+                f"{device} is not here: torch finds no GPU; leave the device out, or name one that "
+                "figures are estimated for, such as h200"
+            )
         place = device or ("cuda" if torch.cuda.is_available() else "cpu")
         return _checked(replace(self, options=(*self.options, ("device", place))))
 

@@ -1,7 +1,7 @@
 """The whole curve of peak against time, for every solver in one call."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from leanstep.errors import InputError
 from leanstep.ir import Frontier, FrontierPoint, Profile
@@ -17,6 +17,7 @@ def frontier(
     points: int = 20,
     engine: str = "auto",
     overrides: Mapping[str, str] | None = None,
+    watch: Callable[[FrontierPoint], object] | None = None,
 ) -> Frontier:
     """Plan for evenly spaced budgets, from the untouched peak down to the least reachable one.
 
@@ -26,6 +27,7 @@ def frontier(
         points: how many budgets, the untouched peak and the floor included.
         engine: as for `plan`.
         overrides: as for `plan`.
+        watch: called with each point when it is planned.
     """
     if points < 2:
         raise InputError(f"points={points} is too few: a curve has at least 2")
@@ -35,11 +37,16 @@ def frontier(
     low = min(floors.values(), default=profile.peak_bytes)
     high = max(low, space.problem.peak_bytes(space.problem.kept))
     budgets = [high - (high - low) * place // (points - 1) for place in range(points)]
+    found = []
+    for point in _points(space, asked, budgets):
+        found.append(point)
+        if watch is not None:
+            watch(point)
     return Frontier(
         unplanned_peak_bytes=profile.peak_bytes,
         step_seconds=profile.step_seconds,
         floors=tuple(floors.items()),
-        points=tuple(_points(space, asked, budgets)),
+        points=tuple(found),
         device=profile.device,
     )
 

@@ -153,7 +153,8 @@ def max_batch(
         if trial.planned is None:
             return False, trial.floor_bytes / limit
         load = trial.planned_sample_seconds / slowest
-        return load <= 1, load
+        # How much room a plan leaves is not known: time and memory are not on one line.
+        return load <= 1, load if load > 1 else 0.0
 
     begin = min(most, 2 * untouched_batch) or start
     planned_batch = largest(planned, start=begin, most=most)
