@@ -1,4 +1,4 @@
-"""A plan for every budget: what each block call keeps, from the untouched peak to the floor."""
+"""A plan for every budget: what each block call keeps, from the untouched peak downwards."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -165,8 +165,10 @@ def _of_profile(profile: Profile, ladder: Ladder | None) -> Summary:
     if ladder is not None:
         last = ladder.rungs[-1]
         extra = format_change(last.extra_seconds / max(1e-12, ladder.step_seconds))
+        # With host memory a still smaller budget may do: nobody has looked for it.
+        label = "Least peak" if profile.link is None else "Smallest budget tried"
         note = f"at {extra} step time"
-        facts.insert(2, Fact("Least reachable peak", format_bytes(last.peak_bytes), note))
+        facts.insert(2, Fact(label, format_bytes(last.budget_bytes), note))
     return Summary(
         tone=PLAIN,
         word="Profiled",

@@ -27,7 +27,7 @@ class BudgetSlider {
     const slider = byId("budget-slider");
     slider.max = this.rungs.length - 1;
     slider.value = this.index;
-    byId("budget-low").textContent = `${formatBytes(this.rungs[0].budget_bytes)}, the least`;
+    byId("budget-low").textContent = `${formatBytes(this.rungs[0].budget_bytes)}, the least by recomputing`;
     byId("budget-high").textContent = `${formatBytes(this.rungs.at(-1).budget_bytes)}, untouched`;
     const host = this.usesHost ? [["offloaded to the host", "var(--offloaded)"]] : [];
     fillLegend("budget-legend", [["kept", "var(--kept)"], ["recomputed", "var(--recomputed)"], ...host]);
@@ -107,11 +107,14 @@ class BudgetSlider {
       type: "scatter", name, x: points.map((point) => point.peak_bytes / this.bytes), y: points.map((point) => this.percent(point.extra_seconds)),
       customdata: points.map((point) => formatBytes(point.budget_bytes)), hovertemplate: `${name}, budget %{customdata}<br>peak %{x:.2f} ${this.byteUnit}, %{y:.1f} % extra<extra></extra>`, ...style,
     });
-    const others = this.frontier ? [...new Set(this.frontier.points.map((point) => point.solver))].filter((name) => name !== this.ladder.solver) : [];
+    // A frontier is planned without host memory: where the ladder uses it, both are worth a line.
+    const solvers = this.frontier ? [...new Set(this.frontier.points.map((point) => point.solver))] : [];
+    const others = solvers.filter((name) => this.usesHost || name !== this.ladder.solver);
+    const without = this.usesHost ? ", no host memory" : "";
     const dashes = ["dot", "dash", "dashdot", "longdash", "longdashdot"];
     const traces = [
       line("proved bound", this.rungs.map((rung) => ({...rung, peak_bytes: rung.budget_bytes, extra_seconds: rung.bound_seconds})), {mode: "lines", line: {color: colour("quiet"), width: 1, dash: "dot"}}),
-      ...others.map((name, place) => line(name, this.frontier.points.filter((point) => point.solver === name), {mode: "lines", line: {color: colour(`group-${[5, 3, 4, 1, 2][place % 5]}`), width: 1.5, dash: dashes[place % 5]}})),
+      ...others.map((name, place) => line(`${name}${without}`, this.frontier.points.filter((point) => point.solver === name), {mode: "lines", line: {color: colour(`group-${[5, 3, 4, 1, 2][place % 5]}`), width: 1.5, dash: dashes[place % 5]}})),
       line(this.ladder.solver, this.rungs, {mode: "lines+markers", line: {color: colour("after"), width: 2}, marker: {size: 5, color: colour("after")}}),
       ...(this.planned ? [line("this plan", [{budget_bytes: this.planBudget, peak_bytes: this.planned[0], extra_seconds: this.planned[1]}],
         {mode: "markers", marker: {symbol: "diamond", size: 10, color: colour("bad")}})] : []),
