@@ -31,7 +31,7 @@ def ladder(
     rungs: int = 17,
     also: Sequence[int] = (),
 ) -> Ladder:
-    """Plan for evenly spaced budgets: the untouched peak down to the least that recomputing reaches.
+    """Plan for evenly spaced budgets, from the untouched peak to the least by recomputing.
 
     Unlike `frontier`, which compares solvers, it keeps what every block call does. `also` are
     budgets in bytes that get a rung of their own, where they lie between these two. The other
