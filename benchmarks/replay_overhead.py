@@ -87,7 +87,8 @@ def everything_kept(profile, plan):
 def count_replays(profile, plan):
     """How many ops run again, and what they take by themselves."""
     views = (BlockGraph(profile.graph, block) for block in profile.blocks)
-    effects = list(map(decision_effect, views, plan.decisions))
+    pairs = zip(views, plan.decisions, strict=True)
+    effects = [decision_effect(profile, view, decision) for view, decision in pairs]
     return sum(len(e.replays) for e in effects), sum(e.seconds(profile) for e in effects)
 
 

@@ -21,12 +21,16 @@ def compile_with_inductor(
     partition: Partition,
     key: str,
     settings: dict[str, Any],
+    *,
+    is_split_anew: bool = False,
 ) -> Callable[..., Any]:
     """Compile what Dynamo has captured, split into forward and backward by a partition of ours.
 
-    `key` names the partition in Inductor's caches.
+    `key` names the partition in Inductor's caches. Who must be asked for it in any case says so:
+    then only kernels are taken from a cache.
     """
     # Late: torch loads its compiler for this.
+    from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
@@ -43,7 +47,9 @@ def compile_with_inductor(
             return str, (key,)
 
     patches = {**settings, "custom_partitioner_fn": Partitioner()}
-    compiled: Any = compile_fx(graph, list(inputs), config_patches=patches)
+    cached = config.enable_autograd_cache and not is_split_anew
+    with config.patch(enable_autograd_cache=cached):
+        compiled: Any = compile_fx(graph, list(inputs), config_patches=patches)
     run: Callable[..., Any] = compiled
     return run
 
@@ -54,6 +60,8 @@ def compile_to_python(
     partition: Partition,
     key: str,
     settings: dict[str, Any],
+    *,
+    is_split_anew: bool = False,
 ) -> Callable[..., Any]:
     """The same without a compiler of C++ or Triton: both graphs run op by op."""
     from torch._dynamo.backends.common import aot_autograd
@@ -75,6 +83,47 @@ def compile_to_python(
     )
     compiled: Callable[..., Any] = backend(graph, list(inputs))
     return compiled
+
+
+def compile_alone_with_inductor(
+    graph: torch.fx.GraphModule, settings: dict[str, Any]
+) -> Callable[[list[Any]], Sequence[Any]]:
+    """Compile a graph that has no backward; the function empties the list it is called with."""
+    from torch._guards import TracingContext, detect_fake_mode, tracing
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    # A context of its own: that of the capture knows the layouts of another graph.
+    with config.patch(settings), tracing(TracingContext(detect_fake_mode(inputs))):
+        compiled: Any = compile_fx_inner(graph, inputs)
+    run: Callable[[list[Any]], Sequence[Any]] = compiled
+    return run
+
+
+def compile_alone_to_python(
+    graph: torch.fx.GraphModule, settings: dict[str, Any]
+) -> Callable[[list[Any]], Sequence[Any]]:
+    """The same without a compiler of C++ or Triton."""
+    return lambda inputs: graph.forward(*inputs)
+
+
+def extract_graph(
+    joint: torch.fx.GraphModule, inputs: Sequence[Any], outputs: Sequence[Any]
+) -> torch.fx.GraphModule:
+    """The part of a graph that makes some nodes of others."""
+    fresh = torch.fx.Graph()
+    known: dict[Any, Any] = {}
+    for node in inputs:
+        known[node] = fresh.placeholder(node.name)
+        known[node].meta.update(node.meta)
+    for node in joint.graph.nodes:
+        is_reached = all(source in known for source in node.all_input_nodes)
+        if node not in known and node.op in ("call_function", "get_attr") and is_reached:
+            known[node] = fresh.node_copy(node, known.__getitem__)
+    fresh.output(tuple(known[node] for node in outputs))
+    fresh.eliminate_dead_code()
+    return torch.fx.GraphModule(joint, fresh)
 
 
 def without_twins(joint: torch.fx.GraphModule) -> torch.fx.GraphModule:

@@ -4,10 +4,16 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
-import torch
-
 from leanstep.engines import Applied
 from leanstep.ir import Verdict
+from leanstep.outcome import (
+    Outcome,
+    Spread,
+    differences,
+    distances,
+    run_for_outcome,
+    widened,
+)
 from leanstep.recorder import in_host_memory
 from leanstep.state import untouched
 from leanstep.step import TrainingStep
@@ -19,23 +25,19 @@ from leanstep.truth import (
     resident_bytes,
 )
 
-
-@dataclass(frozen=True)
-class Outcome:
-    """Everything a step computes, in host memory."""
-
-    loss: torch.Tensor
-    gradients: dict[str, torch.Tensor | None]
-    buffers: dict[str, torch.Tensor]
-    random_states: tuple[torch.Tensor, ...]
+# Runs of the untouched step to learn its spread, where the planned one differs.
+MOST_UNTOUCHED_RUNS = 6
 
 
 @dataclass(frozen=True)
 class Look:
-    """One step seen from all sides; its memory only if it fits on the device."""
+    """One step seen from all sides; its memory only if it fits on the device.
+
+    `spread` is how far its numbers have moved from run to run, so far as that was looked at.
+    """
 
     outcome: Outcome
-    again: Outcome
+    spread: Spread
     resident_bytes: int
     peak: Peak
     fits_device: bool = True
@@ -43,13 +45,13 @@ class Look:
 
 def look(step: TrainingStep) -> Look:
     """Run a step for its numbers, then for its memory; leave no trace."""
-    outcome, again = _outcomes(step, nullcontext)
+    outcome = _numbers(step, nullcontext)
     with untouched(step):
         # Optimizer state is made at the first step and counts in the peak from then on.
         step.first_run()
         resident = resident_bytes(step)
         peak = measured_peak(step.run, step.device)
-    return Look(outcome, again, resident, peak)
+    return Look(outcome, {}, resident, peak)
 
 
 def look_at_untouched(step: TrainingStep, *, fits_device: bool) -> Look:
@@ -59,19 +61,12 @@ def look_at_untouched(step: TrainingStep, *, fits_device: bool) -> Look:
     """
     if fits_device:
         return look(step)
-    return Look(*_outcomes(step, in_host_memory), 0, Peak(0), fits_device=False)
+    return Look(_numbers(step, in_host_memory), {}, 0, Peak(0), fits_device=False)
 
 
-def _outcomes(
-    step: TrainingStep, room: Callable[[], AbstractContextManager[None]]
-) -> tuple[Outcome, Outcome]:
+def _numbers(step: TrainingStep, room: Callable[[], AbstractContextManager[None]]) -> Outcome:
     with untouched(step), room():
-        outcome = again = _outcome(step)
-    if step.device.type == "cuda":
-        # Many CUDA kernels sum in the order they finish: a second run shows the model's own spread.
-        with untouched(step), room():
-            again = _outcome(step)
-    return outcome, again
+        return run_for_outcome(step)
 
 
 def race(
@@ -96,42 +91,13 @@ def race(
     return sorted(untouched_seconds)[middle], sorted(planned_seconds)[middle]
 
 
-def _outcome(step: TrainingStep) -> Outcome:
-    loss = step.compute_loss()
-    loss.backward()
-    names = {id(p): name for name, p in step.model.named_parameters()}
-    states = [torch.get_rng_state()]
-    if step.device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(step.device))
-    return Outcome(
-        loss=_host(loss),
-        gradients={
-            names.get(id(p), f"optimizer parameter {place}"): None
-            if p.grad is None
-            else _host(p.grad)
-            for place, p in enumerate(step.parameters())
-        },
-        buffers={name: _host(buffer) for name, buffer in step.model.named_buffers()},
-        random_states=tuple(states),
-    )
-
-
-def _host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True)
-
-
 def judge(step: TrainingStep, applied: Applied, before: Look) -> Verdict:
     """Judge the planned step, now in force, against a look at the untouched one."""
     plan, after, fits_device = applied.plan, look(step), before.fits_device
     baseline_seconds, measured_seconds = race(step, applied, fits_device=fits_device)
     on_cpu = step.device.type == "cpu"
-    different, spread = differences(before, after.outcome, on_cpu=on_cpu)
-    if different and before.again is before.outcome:
-        # Is it the plan, or does the untouched model not repeat itself?
-        room = nullcontext if fits_device else in_host_memory
-        with applied.paused():
-            before = replace(before, again=_outcomes(step, room)[0])
-        different, spread = differences(before, after.outcome, on_cpu=on_cpu)
+    before = _with_spread(step, applied, before, after.outcome)
+    different, spread = differences(before.outcome, after.outcome, before.spread)
     apart = {} if plan.exact else distances(before.outcome, after.outcome)
     # The CPU's allocator cannot tell what it holds: what the recording saw counts there too.
     known = plan.peak_bytes - plan.movable_bytes if on_cpu else 0
@@ -162,80 +128,22 @@ def judge(step: TrainingStep, applied: Applied, before: Look) -> Verdict:
     )
 
 
-def differences(
-    before: Look, new: Outcome, *, on_cpu: bool = False
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What is not bit-equal: beyond the untouched model's own spread, and within it."""
-    beyond: list[str] = []
-    within: list[str] = []
-    old, again, found = (_named(o) for o in (before.outcome, before.again, new))
-    for name, tensor in old.items():
-        if _same(tensor, found.get(name)):
-            continue
-        unstable = not _same(tensor, again.get(name))
-        # The CPU does not sum in another order from run to run: what moves there is drawn anew.
-        near = unstable and (on_cpu or _is_near(tensor, again.get(name), found.get(name)))
-        (within if near else beyond).append(name)
-    return tuple(beyond), tuple(within)
+def _with_spread(step: TrainingStep, applied: Applied, before: Look, new: Outcome) -> Look:
+    """Where the planned step differs, run the untouched one again: it may not repeat itself.
 
-
-def distances(before: Outcome, new: Outcome) -> dict[str, tuple[float, float]]:
-    """How far the loss and each gradient are off, relative to their size, and the tolerance."""
-    found = _named(new)
-    return {
-        name: _distance(tensor, found.get(name))
-        for name, tensor in _named(before).items()
-        if tensor is not None and tensor.is_floating_point()
-    }
-
-
-def _distance(old: torch.Tensor, new: torch.Tensor | None) -> tuple[float, float]:
-    most = float(torch.finfo(old.dtype).eps) ** 0.5
-    if _same(old, new):
-        return 0.0, most
-    if new is None or new.shape != old.shape:
-        return float("inf"), most
-    size = float(old.double().norm())
-    apart = float((new.double() - old.double()).norm())
-    return (apart / size if size else float("inf")), most
-
-
-def _named(outcome: Outcome) -> dict[str, torch.Tensor | None]:
-    return {
-        "the loss": outcome.loss,
-        **{f"gradient of {name}": g for name, g in outcome.gradients.items()},
-        **{f"buffer {name}": b for name, b in outcome.buffers.items()},
-        **{f"random state {place}": s for place, s in enumerate(outcome.random_states)},
-    }
-
-
-# Two runs of the untouched model sample its spread; a third may lie somewhat further out.
-_SPREADS = 4.0
-
-
-def _is_near(
-    old: torch.Tensor | None, again: torch.Tensor | None, new: torch.Tensor | None
-) -> bool:
-    if old is None or again is None or new is None:
-        return False
-    if not old.is_floating_point():
-        # A count or a random state has no distance: it is enough that it moves by itself.
-        return True
-    spread = (again.double() - old.double()).norm()
-    return bool((new.double() - old.double()).norm() <= _SPREADS * spread)
-
-
-def _same(old: torch.Tensor | None, new: torch.Tensor | None) -> bool:
-    """Whether two tensors have the same bits, NaN included; a missing one must stay missing."""
-    if old is None or new is None:
-        return old is None and new is None
-    if (old.shape, old.dtype, old.layout) != (new.shape, new.dtype, new.layout):
-        return False
-    if old.layout is torch.sparse_coo:
-        old, new = old.coalesce(), new.coalesce()
-        return _same(old.indices(), new.indices()) and _same(old.values(), new.values())
-    flat_old, flat_new = old.contiguous().view(-1), new.contiguous().view(-1)
-    return torch.equal(flat_old.view(torch.uint8), flat_new.view(torch.uint8))
+    The CPU does not sum in another order from run to run: what moves there at all is drawn anew,
+    and one more run shows it. Many CUDA kernels sum in the order they finish.
+    """
+    on_cpu = step.device.type == "cpu"
+    room = nullcontext if before.fits_device else in_host_memory
+    for _ in range(1 if on_cpu else MOST_UNTOUCHED_RUNS):
+        if not differences(before.outcome, new, before.spread)[0]:
+            break
+        with applied.paused():
+            again = _numbers(step, room)
+        spread = widened(before.spread, before.outcome, again, sums_in_order=on_cpu)
+        before = replace(before, spread=spread)
+    return before
 
 
 def assumptions(step: TrainingStep, *, fits_device: bool = True) -> tuple[str, ...]:

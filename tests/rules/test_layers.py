@@ -38,7 +38,7 @@ STAGES = (
     PLANNER
     | RECORDER
     | {"owners", "marks", "profiler", "imagine", "estimator", "engines", "verifier", "reporters"}
-    | {"forms"}
+    | {"forms", "outcome"}
 )
 
 MAY_IMPORT = {
@@ -70,7 +70,8 @@ MAY_IMPORT = {
     "estimator": RECORDER | {"owners", "effects", "simulator", "marks", "profiler", "imagine"},
     "engines": RECORDER | {"engines"},
     "forms": RECORDER | {"condense", "profiler", "engines", "forms"},
-    "verifier": RECORDER | {"simulator", "engines"},
+    "outcome": DEVICE,
+    "verifier": RECORDER | {"simulator", "engines", "outcome"},
     "models": BASE | {"models"},
     "api": STAGES,
     "fitter": STAGES | {"api"},
@@ -88,7 +89,7 @@ GUESTS = {"integrations", "cli", "__main__"}
 TORCH = {
     *("recorder", "profiler", "imagine", "estimator", "engines", "models", "integrations"),
     *("verifier", "truth", "fitter", "state", "step", "torch_private", "testing", "api", "marks"),
-    *("eager", "owners", "generators", "torch_compiler", "forms", "study", "checkup"),
+    *("eager", "owners", "generators", "torch_compiler", "forms", "outcome", "study", "checkup"),
 }
 WITHOUT_TORCH = (
     "planner",

@@ -164,7 +164,7 @@ def lane(monkeypatch):
 @pytest.mark.parametrize("is_asked", [True, False])
 def test_all_memory_is_the_main_stream_s_wherever_it_is_let_go(lane, is_asked) -> None:
     saved = torch.arange(8.0)
-    parked = parking.Parked(lane, saved)
+    parked = parking.Parked(lane, saved, group=0)
     with Stream():
         parking.send([parked])
         assert not parked.leaving <= lane._main.past
@@ -181,6 +181,16 @@ def test_all_memory_is_the_main_stream_s_wherever_it_is_let_go(lane, is_asked) -
     assert coming <= lane._main.past
     assert lane.taken_on == ["host", lane._main]
 
-    again = parking.Parked(lane, saved)
+    again = parking.Parked(lane, saved, group=0)
     parking.send([again])
     assert again.host is host and coming <= again.leaving, "the last reader was waited for"
+
+
+def test_what_is_let_go_together_is_waited_for_once(lane) -> None:
+    """An event each would cost the CPU more than some copies cost the link."""
+    groups = {0: 1, 1: 3, 2: 1}
+    parked = [parking.Parked(lane, torch.arange(8.0) + n, group=g) for n, g in groups.items()]
+    parking.send(parked)
+    first, second, third = (one.leaving for one in parked)
+    assert first is third, "of one group: the event is behind the last of it"
+    assert second is not first

@@ -32,6 +32,8 @@ def without_compiler():
     with pytest.MonkeyPatch.context() as patch:
         plain = staticmethod(torch_compiler.compile_to_python)
         patch.setattr(inductor.CompiledForm, "compile_graph", plain)
+        alone = staticmethod(torch_compiler.compile_alone_to_python)
+        patch.setattr(inductor.CompiledForm, "compile_alone", alone)
         patch.setattr(forms_compiled, "MOST_FORMS", 4)
         patch.setattr(forms_compiled, "MOST_FORMS_OF_MANY", 4)
         inductor.compiled_form.cache_clear()
@@ -113,8 +115,9 @@ def captures_of(fitted, model):
     for decision in fitted.plan.decisions:
         kind = fitted.plan.kind_of(decision)
         forward = original_class(model.get_submodule(decision.path)).forward
-        kept = kind.form(decision.form).kept
-        found.add(inductor.compiled_form(forward, kind.name, kept, precise=True).captures)
+        form = kind.form(decision.form)
+        names = form.kept, form.whole
+        found.add(inductor.compiled_form(forward, kind.name, *names, precise=True).captures)
     return found
 
 
@@ -132,7 +135,8 @@ def test_equal_blocks_are_one_kind_and_share_one_capture(profiled):
     applied = leanstep.apply(model, leanstep.plan(profile, profile.peak_bytes))
     step_of(model, batch)
     applied.remove()
-    first = inductor.compiled_form(Block.forward, kind.name, kind.unplanned.kept, precise=True)
+    names = kind.unplanned.kept, ()
+    first = inductor.compiled_form(Block.forward, kind.name, *names, precise=True)
     assert first.captures == 1
     assert first.runs > 4
 
@@ -302,8 +306,9 @@ def test_under_a_dispatch_mode_a_block_runs_twice_and_says_so(profiled):
     plan = lean(profiled)
     applied = leanstep.apply(model, plan)
     before = step_of(model, batch)
+    planned = kind.form(plan.decisions[0].form)
     form = inductor.compiled_form(
-        Block.forward, kind.name, kind.form(plan.decisions[0].form).kept, precise=True
+        Block.forward, kind.name, planned.kept, planned.whole, precise=True
     )
     runs = form.runs
     with Watching(), pytest.warns(UserWarning, match="a dispatch mode is active"):
@@ -451,7 +456,7 @@ def with_link(profile):
 
 def test_what_compiled_blocks_keep_may_wait_on_the_host(profiled, monkeypatch):
     model, batch, profile = profiled
-    monkeypatch.setattr("leanstep.planner.offload.LEAST_BYTES", 1)
+    monkeypatch.setattr("leanstep.planner.offload.LEAST_SECONDS", 0.0)
     linked = with_link(profile)
     plan = leanstep.plan(linked, "94%")
     assert plan.host_bytes > 0
@@ -469,7 +474,7 @@ def test_what_compiled_blocks_keep_may_wait_on_the_host(profiled, monkeypatch):
 
 def test_hooks_that_park_do_not_compile_anew(profiled, monkeypatch):
     model, batch, profile = profiled
-    monkeypatch.setattr("leanstep.planner.offload.LEAST_BYTES", 1)
+    monkeypatch.setattr("leanstep.planner.offload.LEAST_SECONDS", 0.0)
     plan = leanstep.plan(with_link(profile), "94%")
     applied = leanstep.apply(model, plan)
     step_of(model, batch)

@@ -24,6 +24,8 @@ def profiled():
     with pytest.MonkeyPatch.context() as patch:
         plain = staticmethod(torch_compiler.compile_to_python)
         patch.setattr(inductor.CompiledForm, "compile_graph", plain)
+        alone = staticmethod(torch_compiler.compile_alone_to_python)
+        patch.setattr(inductor.CompiledForm, "compile_alone", alone)
         patch.setattr(forms_compiled, "MOST_FORMS", 2)
         inductor.compiled_form.cache_clear()
         torch.manual_seed(1)

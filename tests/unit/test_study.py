@@ -42,6 +42,18 @@ def test_numbers_within_the_spread_are_not_called_equal() -> None:
     assert "bit for bit" not in said and "spread" in said
 
 
+def test_what_was_promised_is_compared_with_what_was_measured() -> None:
+    trials = (
+        Trial(8, MEASURED, MEASURED, promised=Reading(8 * GIB, 0.09, measured=False)),
+        Trial(16, OVER, PLANNED, promised=Reading(15 * GIB, 0.25, measured=False)),
+    )
+
+    said = str(Sweep("bert", "NVIDIA H200", 12 * GIB, "optimal", trials))
+
+    assert "predicted against measured: peak +0.0% to +25.0%, step -10.0% to +0.0%" in said
+    assert "predicted against" not in str(SWEEP)
+
+
 def test_the_largest_batches_of_a_sweep_are_those_that_fit() -> None:
     assert SWEEP.largest_untouched == TRIALS[0]
     assert SWEEP.largest_planned == TRIALS[1]

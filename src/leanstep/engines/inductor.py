@@ -13,26 +13,33 @@ import hashlib
 import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
 import torch
 
 from leanstep.eager import is_compiler_loaded
+from leanstep.engines.apart import Argument, Hooks, Rebuild, Saved
 from leanstep.engines.attach import original_class
-from leanstep.engines.joint import JointGraph, LostNodeError
-from leanstep.engines.parking import Spaces, parking_hooks
+from leanstep.engines.joint import Apart, JointGraph, LostNodeError
+from leanstep.engines.parking import Keep, Spaces, kept, kept_or_parked
 from leanstep.engines.scope import Scope
 from leanstep.ir import Form, Kind
 from leanstep.torch_compiler import (
-    Partition,
+    compile_alone_with_inductor,
     compile_with_inductor,
     compiler_errors,
+    is_primal,
     recompile_limit,
     without_twins,
 )
-from leanstep.torch_private import is_compiler_on, modes_are_active, tree_leaves
+from leanstep.torch_private import (
+    is_compiler_on,
+    modes_are_active,
+    saving_hooks_are_set,
+    tree_leaves,
+)
 
 # One more whenever the same names would give another program.
 PARTITION_VERSION = 1
@@ -47,58 +54,99 @@ _numbers = itertools.count()
 class CompiledForm:
     """A kind of block compiled in one form; `runs` counts calls of compiled code.
 
-    `compile_graph` makes a function of a captured graph; the tests have one that needs no compiler.
+    `compile_graph` makes a function of a captured graph, and `compile_alone` of one without a
+    backward; the tests have some that need no compiler. For `whole` see `Form`.
     """
 
     compile_graph = staticmethod(compile_with_inductor)
+    compile_alone = staticmethod(compile_alone_with_inductor)
 
     def __init__(
-        self, forward: Callable[..., Any], kept: tuple[str, ...], settings: dict[str, Any]
+        self,
+        forward: Callable[..., Any],
+        kept: tuple[str, ...],
+        settings: dict[str, Any],
+        whole: tuple[str, ...] = (),
     ) -> None:
         self.runs = self.captures = 0
-        self._hooks: AbstractContextManager[Any] = nullcontext()
-        names = "\n".join((str(PARTITION_VERSION), *sorted(kept)))
-        key = f"leanstep {hashlib.sha256(names.encode()).hexdigest()}"
-
-        def partition(joint: Any, num_outputs: int, static: list[int]) -> tuple[Any, Any]:
-            return JointGraph(without_twins(joint), num_outputs, static).split(kept)
-
-        self._run = compiled_function(forward, self._counted(partition, key, settings))
+        self._kept, self._whole, self._settings = kept, whole, settings
+        self._keep: Keep | None = None
+        self._is_dropping = True
+        names = "\n".join((str(PARTITION_VERSION), *sorted(whole or kept)))
+        self._key = f"leanstep {hashlib.sha256(names.encode()).hexdigest()}"
+        self._run = compiled_function(forward, self._compiled)
 
     def __call__(
         self,
         subject: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        hooks: AbstractContextManager[Any] | None = None,
+        keep: Keep | None = None,
+        *,
+        is_dropping: bool = True,
     ) -> Any:
         """Run one call; what cannot be captured raises one of `compiler_errors()`.
 
         The hooks on what it saves are set around the compiled graph alone: Dynamo, which looks at
-        them, would compile the call anew for each.
+        them, would compile the call anew for each. Who is not dropping leaves what is saved alone.
         """
-        self._hooks = hooks or nullcontext()
+        self._keep, self._is_dropping = keep, is_dropping
         try:
             return self._run(subject, *args, **kwargs)
         finally:
-            self._hooks = nullcontext()
+            self._keep, self._is_dropping = None, True
 
-    def _counted(
-        self, partition: Partition, key: str, settings: dict[str, Any]
-    ) -> Callable[..., Any]:
-        def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-            self.captures += 1
-            with quietly():
-                run = self.compile_graph(graph, inputs, partition, key, settings)
+    def _compiled(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """Compile what Dynamo has captured."""
+        self.captures += 1
+        split: list[Apart] = []
 
-            def counted(*args: Any) -> Any:
-                self.runs += 1
-                with self._hooks:
-                    return run(*args)
+        def partition(joint: Any, num_outputs: int, static: list[int]) -> tuple[Any, Any]:
+            known = JointGraph(without_twins(joint), num_outputs, static)
+            if not self._whole:
+                return known.split(self._kept)
+            split.append(known.apart(self._whole, self._kept))
+            return split[0].forward, split[0].backward
 
-            return counted
+        with quietly():
+            run = self.compile_graph(
+                graph,
+                inputs,
+                partition,
+                self._key,
+                self._settings,
+                is_split_anew=bool(self._whole),
+            )
+            rebuild = self._rebuild(split[0], len(inputs)) if split else None
 
-        return backend
+        def counted(*args: Any) -> Any:
+            self.runs += 1
+            own_rebuild = rebuild if self._is_dropping else None
+            if self._keep is None and own_rebuild is None:
+                return run(*args)
+            hooks = Hooks(self._keep or kept, own_rebuild, args)
+            with hooks.around():
+                out = run(*args)
+            hooks.check()
+            return out
+
+        return counted
+
+    def _rebuild(self, split: Apart, num_inputs: int) -> Rebuild:
+        primals = [node for node in split.sources if is_primal(node)]
+        places = {f"primals_{place + 1}": place for place in range(num_inputs)}
+        if not all(node.name in places for node in primals):
+            raise LostNodeError("the compiler has put other inputs in the place of the block's")
+        numbers = {name: number for number, name in enumerate(split.names)}
+        return Rebuild(
+            num_saves=len(split.names),
+            dropped=tuple(numbers[name] for name in split.dropped),
+            sources=tuple(
+                Argument(places[node.name]) if is_primal(node) else Saved(numbers[node.name])
+                for node in split.sources
+            ),
+            run=self.compile_alone(split.rebuild, self._settings),
+        )
 
 
 def compiled_function(
@@ -144,10 +192,15 @@ def in_turn(children: tuple[torch.nn.Module, ...], hidden: Any) -> Any:
 
 @functools.lru_cache(maxsize=512)
 def compiled_form(
-    forward: Callable[..., Any], kind: str, kept: tuple[str, ...], *, precise: bool
+    forward: Callable[..., Any],
+    kind: str,
+    kept: tuple[str, ...],
+    whole: tuple[str, ...],
+    *,
+    precise: bool,
 ) -> CompiledForm:
     """The compiled form of a kind of block, made once in a process: compiling takes seconds."""
-    return CompiledForm(forward, kept, PRECISE if precise else {})
+    return CompiledForm(forward, kept, PRECISE if precise else {}, whole)
 
 
 def subject_of(module: torch.nn.Module, children: tuple[str, ...]) -> tuple[Any, Any]:
@@ -182,11 +235,14 @@ class CompiledBlock:
         if reason := obstacle():
             return None, reason
         subject, forward = subject_of(module, self._scope.children)
-        kind = self._kind
-        compiled = compiled_form(forward, kind.name, self._form.kept, precise=kind.precise)
+        kind, form = self._kind, self._form
+        compiled = compiled_form(forward, kind.name, form.kept, form.whole, precise=kind.precise)
         before = compiled.runs
+        keep = None if spaces is None else kept_or_parked(spaces)
+        # Hooks of ours would stand before those of the user.
+        is_dropping = not saving_hooks_are_set()
         try:
-            out = compiled(subject, args, kwargs, None if spaces is None else parking_hooks(spaces))
+            out = compiled(subject, args, kwargs, keep, is_dropping=is_dropping)
         except compiler_errors() as error:
             # Raised before anything has run: what the user's own code raises is seen again below.
             return None, reason_of(error)

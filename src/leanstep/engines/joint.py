@@ -6,7 +6,8 @@ input that forward writes, and what nobody knows. Inductor's own draws come from
 same again as long as the seeds are kept.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from operator import getitem
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from leanstep.ir import Fact
 from leanstep.recorder.facts import call_facts, op_info
 from leanstep.torch_compiler import (
+    extract_graph,
     is_operator,
     is_primal,
     operator_returns,
@@ -29,6 +31,22 @@ DRAWS_SEEDS = "prims.inductor_seed"
 
 class LostNodeError(Exception):
     """The captured graph is not the one that the form was made for."""
+
+
+@dataclass(frozen=True, eq=False)
+class Apart:
+    """Forward and backward, and a third graph that makes some of what one hands to the other.
+
+    `names` are the tensors that forward hands over, in order, `dropped` those of them that the
+    third graph returns, `sources` the nodes that it reads.
+    """
+
+    forward: Any
+    backward: Any
+    names: tuple[str, ...]
+    dropped: tuple[str, ...]
+    sources: tuple[Any, ...]
+    rebuild: torch.fx.GraphModule
 
 
 class JointGraph:
@@ -113,6 +131,38 @@ class JointGraph:
             tuple(node.name for node in ordered if node in held),
             [node for node in ordered if node not in held],
         )
+
+    def apart(self, whole: Collection[str], kept: Collection[str]) -> Apart:
+        """Forward and backward that hand over one set, and what makes that of a smaller one."""
+        forward, backward = self.split(whole)
+        handed: Any = forward.graph.output_node().args[0][self.num_outputs :]
+        names = [node.name for node in handed if is_tensor(node)]
+        dropped = [name for name in names if name not in kept and self._is_made(name)]
+        there = set(names) - set(dropped)
+        made = self.made_of(there, [self.by_name[name] for name in dropped])
+        read = {source for node in made for source in node.all_input_nodes}
+        sources = [n for n in self.nodes if n in read and (n.name in there or is_primal(n))]
+        rebuild = extract_graph(self.joint, sources, [self.by_name[name] for name in dropped])
+        return Apart(forward, backward, tuple(names), tuple(dropped), tuple(sources), rebuild)
+
+    def _is_made(self, name: str) -> bool:
+        """Whether a node is more than a look at an input."""
+        return bool(base_of(self.by_name[name]).op != "placeholder")
+
+    def made_of(self, there: Collection[str], wanted: Sequence[Any]) -> list[Any]:
+        """The nodes to compute for those wanted, from inputs and from nodes that are there."""
+        made = set[Any]()
+        waiting = list(wanted)
+        while waiting:
+            node = waiting.pop()
+            if node in made or node.name in there:
+                continue
+            if node in self.fixed or node in self._written_inputs:
+                raise LostNodeError(f"{node.name} must not be computed again, and is not kept")
+            if node.op != "placeholder":
+                made.add(node)
+                waiting.extend(node.all_input_nodes)
+        return [node for node in self.nodes if node in made]
 
     def split(self, kept: Collection[str]) -> tuple[Any, Any]:
         """The graphs of forward and backward that hand over what is named."""

@@ -11,7 +11,7 @@ Nothing here holds what autograd has let go of: the lot knows its storages by we
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -52,11 +52,14 @@ class _Lane:
         if main is not None:
             self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._spare: dict[int, list[torch.Tensor]] = {}
+        self._nothing: dict[torch.dtype, torch.Tensor] = {}
 
-    def out(self, sources: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, Done]]:
-        """Copy bytes to the host, one after the other."""
+    def out(
+        self, sources: Sequence[torch.Tensor], groups: Sequence[int]
+    ) -> list[tuple[torch.Tensor, Done]]:
+        """Copy bytes to the host, one after the other; a group is waited for as one."""
         targets = [self._buffer(source.numel()) for source in sources]
-        return list(self._copies(sources, targets, self._out))
+        return self._copies(sources, targets, self._out, groups)
 
     def back(self, sources: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, Done]]:
         """Copy bytes to the device, one after the other."""
@@ -65,7 +68,8 @@ class _Lane:
                 torch.empty(source.numel(), dtype=torch.uint8, device=self.device)
                 for source in sources
             ]
-        return list(self._copies(sources, targets, self._back))
+        # Each is waited for alone: the first is wanted long before the last.
+        return self._copies(sources, targets, self._back, range(len(targets)))
 
     def give_back(self, buffer: torch.Tensor) -> None:
         """Take pinned memory that is no longer read: the next step wants as much."""
@@ -83,20 +87,33 @@ class _Lane:
         self._spare.clear()
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._main is not None)
 
+    def nothing(self, like: torch.Tensor) -> torch.Tensor:
+        """An empty tensor of a type, to put in the place of one that is let go."""
+        if like.dtype not in self._nothing:
+            self._nothing[like.dtype] = like.new_empty(0)
+        return self._nothing[like.dtype]
+
     def _copies(
         self,
         sources: Sequence[torch.Tensor],
         targets: Sequence[torch.Tensor],
         stream: torch.cuda.Stream | None,
-    ) -> Iterator[tuple[torch.Tensor, Done]]:
-        # Also orders the streams where a buffer is used again: its last reader was waited for.
-        if stream is not None and self._main is not None:
-            stream.wait_stream(self._main)
-        with _on(stream):
+        groups: Sequence[int],
+    ) -> list[tuple[torch.Tensor, Done]]:
+        if stream is None or self._main is None:
             for source, target in zip(sources, targets, strict=True):
+                target.copy_(source)
+            return [(target, None) for target in targets]
+        # Also orders the streams where a buffer is used again: its last reader was waited for.
+        stream.wait_stream(self._main)
+        done: dict[int, torch.cuda.Event] = {}
+        with torch.cuda.stream(stream):
+            for place, (source, target) in enumerate(zip(sources, targets, strict=True)):
                 target.copy_(source, non_blocking=True)
-                # Each is waited for alone: the first may have to be gone long before the last.
-                yield target, None if stream is None else stream.record_event()
+                is_last = groups[place] not in groups[place + 1 :]
+                if is_last:
+                    done[groups[place]] = stream.record_event()
+        return [(target, done[group]) for target, group in zip(targets, groups, strict=True)]
 
 
 def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
@@ -105,15 +122,15 @@ def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
 
 
 class Parked:
-    """One storage: on the device, on the host, or both."""
+    """One storage: on the device, on the host, or both; a group of them is let go together."""
 
     __slots__ = (
         *("__weakref__", "_has_left", "_tensor", "_version"),
-        *("bytes", "coming", "host", "lane", "leaving", "stays"),
+        *("bytes", "coming", "group", "host", "lane", "leaving", "stays"),
     )
 
-    def __init__(self, lane: _Lane, tensor: torch.Tensor) -> None:
-        self.lane = lane
+    def __init__(self, lane: _Lane, tensor: torch.Tensor, group: int) -> None:
+        self.lane, self.group = lane, group
         # A tensor of our own, that counts the writes to the saved one: also when it is empty.
         self._tensor = detached(tensor)
         self._version = version(tensor)
@@ -143,7 +160,7 @@ class Parked:
         if self.host is not None and self.may_leave:
             self._wait_for_copies()
             with past_every_mode():
-                self._tensor.data = self._tensor.new_empty(0)
+                self._tensor.data = self.lane.nothing(self._tensor)
             self._has_left = True
 
     def storage(self, block_name: str) -> torch.Tensor:
@@ -176,7 +193,7 @@ def send(parked: Iterable[Parked]) -> None:
     """Begin to copy storages to the host: one after the other, on their own stream."""
     for lane, own in _by_lane(one for one in parked if one.may_leave).items():
         with past_every_mode(), torch.no_grad():
-            copies = lane.out([one.whole() for one in own])
+            copies = lane.out([one.whole() for one in own], [one.group for one in own])
         for one, (host, done) in zip(own, copies, strict=True):
             one.host, one.leaving = host, done
 
@@ -274,27 +291,27 @@ class Spaces:
         self._arguments = ()
 
 
-def parking_hooks(spaces: Spaces) -> AbstractContextManager[Any]:
-    """Hooks that park what a compiled call saves; a key is the number of the save.
+# What stands for a tensor until backward asks for it, and who makes it: of the save of a number, or
+# of an argument.
+Kept = Source | ParkedSource
+Keep = Callable[[torch.Tensor, int | None], Kept]
 
-    All that it saves is watched: hooks switch off autograd's own check for writes.
-    """
-    numbers = itertools.count()
 
-    def pack(tensor: torch.Tensor) -> Any:
-        key = save_key(next(numbers))
-        if not has_storage(tensor):
-            return tensor
-        if spaces.names(key):
+def kept(tensor: torch.Tensor, number: int | None) -> Kept:
+    """Hold a tensor, and look for writes to it: hooks switch off autograd's own check."""
+    return Source(without_history(tensor))
+
+
+def kept_or_parked(spaces: Spaces) -> Keep:
+    """The same for a compiled call of whose saves some wait on the host: a number is a key."""
+
+    def keep(tensor: torch.Tensor, number: int | None) -> Kept:
+        if number is not None and spaces.names(key := save_key(number)):
             spaces.park(tensor, key)
         parked = spaces.find(tensor)
-        return Source(without_history(tensor)) if parked is None else ParkedSource(parked, tensor)
+        return kept(tensor, number) if parked is None else ParkedSource(parked, tensor)
 
-    def unpack(packed: Any) -> torch.Tensor:
-        tensor: torch.Tensor = packed if isinstance(packed, torch.Tensor) else packed.tensor()
-        return tensor
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+    return keep
 
 
 # What a call does something about, in the order it was parked.
@@ -321,7 +338,8 @@ class Lot:
 
     def park(self, tensor: torch.Tensor, place: int, entry: Offload) -> Parked:
         """Let a tensor's storage be copied to the host when its call has ended."""
-        parked, number = Parked(self._lane(tensor.device), tensor), next(self._numbers)
+        parked = Parked(self._lane(tensor.device), tensor, group=entry.release)
+        number = next(self._numbers)
         self._sent[place][number] = parked
         self._leaving[place + entry.release][number] = parked
         self._coming[place + entry.fetch][number] = parked

@@ -1,6 +1,7 @@
 """Profile the step with compiled blocks: find kinds and forms, measure them, condense the step."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -9,8 +10,8 @@ from leanstep.engines.inductor import PRECISE, CompiledForm, compiled_form, reas
 from leanstep.engines.joint import LostNodeError
 from leanstep.errors import MeasureError
 from leanstep.forms.capture import CaptureError, capture
-from leanstep.forms.costs import node_seconds
-from leanstep.forms.cuts import Candidate, anchored, candidates
+from leanstep.forms.costs import node_seconds, with_writing
+from leanstep.forms.cuts import Candidate, candidates, candidates_apart
 from leanstep.forms.kinds import Example, Sighting, find_kinds
 from leanstep.forms.trial import Figures, Trial
 from leanstep.ir import Engine, Exclusion, Form, Kind, Profile
@@ -24,6 +25,8 @@ from leanstep.truth import return_cached
 # Forms of a kind to compile: each takes seconds.
 MOST_FORMS = 8
 MOST_FORMS_OF_MANY = 6
+# Of these rebuilt apart: some fewer, as the others are tried too.
+LESS_APART = 3
 MANY_KINDS = 6
 
 
@@ -64,16 +67,18 @@ def _kind(sighting: Sighting, device: torch.device, most: int, exact: bool) -> K
     example = sighting.example()
     joint = capture(example, PRECISE if exact else {})
     trials = _Trials(sighting.name, example, device, exact)
-    first, *others = candidates(joint, node_seconds(joint, device), most)
+    seconds = node_seconds(joint, device)
+    first, *others = candidates(joint, seconds, most)
     if not trials.add(first):
         raise MeasureError("its gradients differ from run to run")
-    has_failed = False
+    if exact:
+        written = with_writing(joint, seconds, first.kept, device)
+        for candidate in candidates_apart(joint, written, first, max(1, most - LESS_APART)):
+            trials.add(candidate)
     for candidate in others:
-        sure = anchored(joint, candidate, first)
-        if has_failed or not trials.add(candidate):
-            # Whoever differs once differs again: the others are not tried without anchors.
-            has_failed = True
-            trials.add(sure)
+        if not trials.add(candidate):
+            # Kernels that are fused otherwise sum in another order: who differs once differs again.
+            break
     forms = without_beaten(trials.forms())
     return Kind(sighting.name, forms, precise=exact, num_inexact=trials.num_inexact)
 
@@ -85,14 +90,15 @@ class _Trials:
         self._name, self._example, self._exact = name, example, exact
         self._trial = Trial(example, device)
         self.num_inexact = 0
-        self._passed: dict[tuple[str, ...], tuple[Candidate, CompiledForm, Figures]] = {}
+        self._passed: dict[Any, tuple[Candidate, CompiledForm, Figures]] = {}
 
     def add(self, candidate: Candidate) -> bool:
         """Compile and measure a form; whether its bits are right."""
-        if candidate.kept in self._passed:
+        key = candidate.kept, candidate.whole
+        if key in self._passed:
             return True
         _, forward = self._example.subject
-        compiled = compiled_form(forward, self._name, candidate.kept, precise=self._exact)
+        compiled = compiled_form(forward, self._name, *key, precise=self._exact)
         try:
             figures = self._trial.measure(compiled)
         except torch.OutOfMemoryError:
@@ -107,7 +113,7 @@ class _Trials:
         if self._exact and not figures.exact:
             self.num_inexact += 1
             return False
-        self._passed[candidate.kept] = candidate, compiled, figures
+        self._passed[key] = candidate, compiled, figures
         return True
 
     def forms(self) -> list[Form]:
@@ -133,4 +139,5 @@ def _form(name: str, candidate: Candidate, figures: Figures, seconds: tuple[floa
         holds_outputs=figures.holds_outputs,
         exact=figures.exact,
         saves=figures.saves,
+        whole=candidate.whole,
     )

@@ -6,7 +6,7 @@ write and a read where a kernel of somebody else's wants it in memory. Reduction
 once more. These are for finding sets worth compiling: what a form costs is measured.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,16 @@ def node_seconds(joint: JointGraph, device: torch.device) -> dict[Any, float]:
         if node not in seconds:
             seconds[node] = 0.0 if is_view(node) else traffic * _moved_bytes(node, heavy)
     return seconds
+
+
+def with_writing(
+    joint: JointGraph, seconds: Mapping[Any, float], names: Sequence[str], device: torch.device
+) -> dict[Any, float]:
+    """The seconds of each node, where some are written to memory and read from there again."""
+    bases = {base_of(joint.by_name[name]) for name in names}
+    traffic = seconds_per_byte(max(map(node_bytes, bases), default=0), device)
+    written = {node: max(seconds.get(node, 0.0), 2 * traffic * node_bytes(node)) for node in bases}
+    return {**seconds, **written}
 
 
 def is_own_kernel(node: Any) -> bool:

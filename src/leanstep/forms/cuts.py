@@ -11,8 +11,8 @@ the side of the sink means yes.
     there -> sink     infinite         backward reads it
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from leanstep.engines.joint import JointGraph, base_of, is_tensor
-from leanstep.forms.costs import is_own_kernel, is_reduction, node_bytes
+from leanstep.forms.costs import node_bytes
 from leanstep.torch_compiler import kept_by_torch
 
 # What users set `activation_memory_budget` to.
@@ -39,17 +39,18 @@ FINITE_TOTAL = 2**29
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A set of names to keep, with what it is expected to hold and to cost."""
+    """A set of names to keep, what it is expected to hold and to cost, and `whole` as in `Form`."""
 
     name: str
     kept: tuple[str, ...]
     nbytes: int
     seconds: float
     is_firm: bool = False
+    whole: tuple[str, ...] = ()
 
 
 def candidates(joint: JointGraph, seconds: Mapping[Any, float], most: int) -> list[Candidate]:
-    """The sets worth compiling, torch's own choice first."""
+    """The sets worth compiling, the unplanned one first."""
     found: dict[tuple[str, ...], Candidate] = {}
 
     def add(name: str, kept: Sequence[str], *, is_firm: bool = False) -> None:
@@ -61,7 +62,7 @@ def candidates(joint: JointGraph, seconds: Mapping[Any, float], most: int) -> li
             title = name if known is None else known.name
             found[names] = Candidate(title, names, nbytes, spent, is_firm)
 
-    add("torch's choice", _torchs(joint, 1.0), is_firm=True)
+    add("unplanned", unplanned(joint), is_firm=True)
     for budget in BUDGETS:
         try:
             kept = _torchs(joint, budget)
@@ -69,27 +70,46 @@ def candidates(joint: JointGraph, seconds: Mapping[Any, float], most: int) -> li
             # Torch's search raises where it finds no cut: then nobody can have that setting.
             continue
         add(f"torch's at budget {budget}", kept, is_firm=budget in FIRM_BUDGETS)
-    for number, kept in enumerate(_cuts(joint, seconds)):
+    for number, kept in enumerate(_cuts(joint, seconds, joint.needed)):
         add(f"cut {number}", kept)
     first, *others = found.values()
     return [first, *_spread(first, others, most - 1)]
 
 
-def anchored(joint: JointGraph, candidate: Candidate, first: Candidate) -> Candidate:
-    """The same set with all that the first one keeps of normalisations and softmaxes.
+def candidates_apart(
+    joint: JointGraph, seconds: Mapping[Any, float], first: Candidate, most: int
+) -> list[Candidate]:
+    """Smaller sets of what the unplanned form hands over, the rest to be rebuilt apart.
 
-    Kernels that are fused otherwise sum in another order, and round a normalised value otherwise.
-    Where forward hands over what the unplanned form hands over, its kernels are the same there.
+    What is rebuilt is written: `seconds` counts that.
     """
-    sums: set[Any] = set()
+    handed = [joint.by_name[name] for name in first.kept]
+    found: dict[tuple[str, ...], Candidate] = {}
+    for number, cut in enumerate(_cuts(joint, seconds, handed, set(handed))):
+        kept = tuple(name for name in first.kept if name in cut)
+        again = joint.made_of(kept, handed)
+        if kept != first.kept and kept not in found:
+            spent = sum(seconds.get(node, 0.0) for node in again)
+            nbytes = _kept_bytes(joint, kept)
+            found[kept] = Candidate(f"apart {number}", kept, nbytes, spent, whole=first.kept)
+    return _spread(first, list(found.values()), most)
+
+
+def unplanned(joint: JointGraph) -> tuple[str, ...]:
+    """What torch keeps if nobody plans, but for random numbers: their seeds are kept instead.
+
+    They are drawn again inside kernels that run anyway, and a value that is dropped and was made
+    with them can be made again.
+    """
+    drawn = set[Any]()
     for node in joint.forward:
-        if node.op != "call_function" or is_own_kernel(node):
-            continue
-        if is_reduction(node) or not sums.isdisjoint(node.all_input_nodes):
-            sums.add(node)
-    anchors = [name for name in first.kept if joint.by_name[name] in sums]
-    kept, _ = joint.closed((*candidate.kept, *anchors))
-    return replace(candidate, name=f"{candidate.name}, anchored", kept=kept)
+        sources = set(node.all_input_nodes)
+        is_seed = node in joint.fixed and not sources
+        if is_seed or (sources and sources <= drawn and node not in joint.fixed):
+            drawn.add(node)
+    names = (name for name in _torchs(joint, 1.0) if joint.by_name[name] not in drawn)
+    kept, _ = joint.closed(tuple(names))
+    return kept
 
 
 def _torchs(joint: JointGraph, budget: float) -> tuple[str, ...]:
@@ -127,7 +147,12 @@ def _undominated(every: Sequence[Candidate]) -> list[Candidate]:
     return best
 
 
-def _cuts(joint: JointGraph, seconds: Mapping[Any, float]) -> Iterator[tuple[str, ...]]:
+def _cuts(
+    joint: JointGraph,
+    seconds: Mapping[Any, float],
+    needed: Sequence[Any],
+    keepable: Collection[Any] | None = None,
+) -> Iterator[tuple[str, ...]]:
     """The best sets at rising prices per byte, from next to nothing to more than anything costs."""
     nodes = [node for node in joint.forward if node.op != "placeholder"]
     total_bytes = sum(map(node_bytes, nodes)) or 1
@@ -135,21 +160,31 @@ def _cuts(joint: JointGraph, seconds: Mapping[Any, float]) -> Iterator[tuple[str
     cheapest = 1e-3 * sum(seconds.get(node, 0.0) for node in nodes) / total_bytes
     smallest = min((node_bytes(node) for node in nodes if node_bytes(node) > 4096), default=1)
     for price in np.geomspace(max(cheapest, 1e-18), max(dearest / smallest, 1e-15), NUM_PRICES):
-        yield _cut(joint, nodes, seconds, float(price))
+        costs = {
+            node: price * node_bytes(node)
+            for node in (nodes if keepable is None else keepable)
+            if is_tensor(node)
+        }
+        yield _cut(joint, nodes, seconds, costs, needed)
 
 
 def _cut(
-    joint: JointGraph, nodes: Sequence[Any], seconds: Mapping[Any, float], price: float
+    joint: JointGraph,
+    nodes: Sequence[Any],
+    seconds: Mapping[Any, float],
+    costs: Mapping[Any, float],
+    needed: Sequence[Any],
 ) -> tuple[str, ...]:
+    """The cheapest set: `costs` is what keeping a node costs, of those that can be kept."""
     place = {node: number for number, node in enumerate(nodes)}
     source, sink = 2 * len(nodes), 2 * len(nodes) + 1
     edges: list[tuple[int, int, float]] = []
     for node, number in place.items():
         there, again = 2 * number, 2 * number + 1
         edges.append((source, again, np.inf if node in joint.fixed else seconds.get(node, 0.0)))
-        edges.append((again, there, price * node_bytes(node) if is_tensor(node) else np.inf))
+        edges.append((again, there, costs.get(node, np.inf)))
         edges.extend((2 * place[i], again, np.inf) for i in node.all_input_nodes if i in place)
-    edges.extend((2 * place[node], sink, np.inf) for node in joint.needed if node in place)
+    edges.extend((2 * place[node], sink, np.inf) for node in needed if node in place)
     is_source_side = _source_side(edges, source, sink)
     return tuple(
         node.name

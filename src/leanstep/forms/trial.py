@@ -13,6 +13,7 @@ import torch
 
 from leanstep.engines.attach import attach, detach
 from leanstep.engines.inductor import CompiledForm
+from leanstep.engines.parking import Keep, Kept, kept
 from leanstep.errors import MeasureError
 from leanstep.forms.kinds import Example
 from leanstep.profiler.recipes import same_bits
@@ -87,11 +88,11 @@ class Trial:
         triples = zip(self._expected, found, self._is_stable, strict=True)
         return all(_same(a, b) for a, b, is_stable in triples if is_stable)
 
-    def _forward(self, form: CompiledForm) -> list[torch.Tensor]:
+    def _forward(self, form: CompiledForm, keep: Keep | None = None) -> list[torch.Tensor]:
         before = form.runs
         subject, _ = self.example.subject
         with self.example.modes(), torch.enable_grad():
-            out = form(subject, self.example.args, self.example.kwargs)
+            out = form(subject, self.example.args, self.example.kwargs, keep)
         if form.runs != before + 1:
             raise MeasureError("a compiled block ran as plain code: is torch.compile switched off?")
         leaves = (leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
@@ -113,16 +114,19 @@ class Trial:
 
     def _saves(self, form: CompiledForm) -> tuple[tuple[int, ...], bool, bool]:
         """The bytes of each save, and whether arguments and outputs are among what is held."""
-        held: list[tuple[int | None, int]] = []
+        held: dict[int, tuple[int, int]] = {}
+        others: set[int] = set()
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            address = storage_address(tensor) if has_storage(tensor) else None
-            held.append((address, allocated_bytes(tensor, self.device) if address else 0))
-            return tensor
+        def keep(tensor: torch.Tensor, number: int | None) -> Kept:
+            address = storage_address(tensor)
+            if number is None:
+                others.add(address)
+            else:
+                held[number] = address, allocated_bytes(tensor, self.device)
+            return kept(tensor, number)
 
         self._backward(self._forward(form))
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            outputs = self._forward(form)
+        outputs = self._forward(form, keep)
         modules = self.example.modules
         own = [
             *(p for m in modules for p in m.parameters()),
@@ -132,12 +136,12 @@ class Trial:
             {storage_address(t) for t in tensors if has_storage(t)}
             for tensors in (own, self.example.arguments(), outputs)
         )
-        seen = {None, *parameters, *arguments, *results}
-        saves = []
-        for address, nbytes in held:
-            saves.append(0 if address in seen else nbytes)
+        seen = {*parameters, *arguments, *results}
+        saves = [0] * (max(held, default=-1) + 1)
+        for number, (address, nbytes) in held.items():
+            saves[number] = 0 if address in seen else nbytes
             seen.add(address)
-        addresses = {address for address, _ in held}
+        addresses = {*others, *(address for address, _ in held.values())}
         holds = (not arguments.isdisjoint(addresses), not results.isdisjoint(addresses))
         return tuple(saves), *holds
 

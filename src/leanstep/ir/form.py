@@ -20,6 +20,10 @@ class Form:
     backward, outputs and gradients included. `exact`: outputs and gradients had the bits of the
     kind's first form. `saves` are the bytes of each tensor that is saved, in their order; 0 for one
     that is not among the kept bytes.
+
+    With `whole`, forward and backward are programs that hand over these names, those of the
+    unplanned form, and what of it is not kept is dropped after forward: a program of its own
+    rebuilds it before backward runs.
     """
 
     name: str
@@ -33,6 +37,7 @@ class Form:
     holds_outputs: bool = False
     exact: bool = True
     saves: tuple[int, ...] = ()
+    whole: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:

@@ -217,10 +217,25 @@ def _closing(study: Sweep | MaxBatch) -> Iterator[str]:
     if compared:
         how = "bit for bit" if all(compared) else "some within its own spread from run to run"
         yield f"loss, gradients, buffers and random state: those of the untouched step, {how}"
+    yield from _promises(study.trials)
     for trial in study.trials:
         if trial.failure:
             yield f"batch {trial.batch}: {trial.failure}"
     yield from study.notes
+
+
+def _promises(trials: Sequence[Trial]) -> Iterator[str]:
+    """How far what plans said was from what was measured."""
+    kept = [(t.promised, t.planned) for t in trials if t.promised and t.planned]
+    if kept:
+        peaks = [promised.peak_bytes / planned.peak_bytes - 1 for promised, planned in kept]
+        times = [promised.seconds / planned.seconds - 1 for promised, planned in kept]
+        yield f"predicted against measured: peak {_range(peaks)}, step {_range(times)}"
+
+
+def _range(shares: Sequence[float]) -> str:
+    low, high = format_change(min(shares)), format_change(max(shares))
+    return low if low == high else f"{low} to {high}"
 
 
 def is_predicted(trial: Trial) -> bool:

@@ -27,8 +27,8 @@ from leanstep.planner.segments import Part
 from leanstep.simulator import shifted, timeline
 from leanstep.solvers.base import Bytes, Call, Choice, Problem, Solution
 
-# Copies of less than this are not worth their Python.
-LEAST_BYTES = 1 << 16
+# A copy costs the CPU about this long, whatever its size: it shall keep the link busy as long.
+LEAST_SECONDS = 1e-4
 
 # What of the measured rate is counted on: other traffic, and steps that run faster than measured.
 SHARE_OF_RATE = 0.92
@@ -96,7 +96,9 @@ def roomier(
         movable = [one for one in own.candidates if one.call == place and one.key != INPUT]
         given = inputs[place].nbytes if place in inputs else 0
         choices = tuple(
-            _with_room(call, choice, min(room, _kept_bytes(part, movable, number, choice) + given))
+            _with_room(
+                call, choice, min(room, own.kept_bytes(part, movable, number, choice) + given)
+            )
             for number, choice in enumerate(call.choices)
         )
         origins.update({id(new): old for new, old in zip(choices, call.choices, strict=True)})
@@ -119,13 +121,6 @@ def _with_room(call: Call, choice: Choice, nbytes: int) -> Choice:
     deltas = choice.deltas.copy()
     deltas[call.stop : call.first] -= nbytes
     return replace(choice, deltas=deltas)
-
-
-def _kept_bytes(part: Part, movable: Sequence[_Candidate], number: int, choice: Choice) -> int:
-    """What a choice keeps and the link could take; each form of compiled code keeps its own."""
-    if part.view.block.is_compiled:
-        return sum(one.nbytes for one in _kept_by_form(part.view, part.options.options[number], 0))
-    return sum(one.nbytes for one in movable if one.storage not in choice.dropped)
 
 
 def _link(profile: Profile) -> Link:
@@ -157,6 +152,18 @@ class _Offloader:
         self.clock: Seconds = _scale(profile) * (np.cumsum(seconds) - seconds)
         self.ends = [view.block.stop for view in self.views]
         self.entries = [backward_entry(self.views, place) for place in range(len(self.views))]
+
+    def kept_bytes(
+        self, part: Part, movable: Sequence[_Candidate], number: int, choice: Choice
+    ) -> int:
+        """What a choice keeps and the link could take; each form of compiled code keeps its own."""
+        if part.view.block.is_compiled:
+            own = _kept_by_form(part.view, part.options.options[number], 0)
+            return sum(one.nbytes for one in own if self._is_worth_it(one))
+        return sum(one.nbytes for one in movable if one.storage not in choice.dropped)
+
+    def _is_worth_it(self, candidate: _Candidate) -> bool:
+        return candidate.nbytes >= LEAST_SECONDS * self.link.to_host
 
     def fitting(self, budget_bytes: int) -> list[tuple[Offload, ...]] | None:
         """The offloads that bring every level under the budget."""
@@ -240,15 +247,19 @@ class _Offloader:
 
     @functools.cached_property
     def candidates(self) -> list[_Candidate]:
-        """The kept storages that only their own call needs, in the order forward makes them."""
+        """The kept storages that only their own call needs: by calls, the largest of each first.
+
+        Few copies are cheaper than many.
+        """
         readers = foreign_readers(self.views)
         found = []
         for call, (part, option) in enumerate(self.picked):
             if option.engine is Engine.MODULE or option.drops_border:
                 continue
-            own = _kept(part.view, option, call)
-            found += [candidate for candidate in own if candidate.storage not in readers]
-            found += self._inputs(call)
+            kept = _kept(part.view, option, call)
+            own = [one for one in kept if one.storage not in readers and self._is_worth_it(one)]
+            own += filter(self._is_worth_it, self._inputs(call))
+            found += sorted(own, key=lambda one: -one.nbytes)
         return found
 
     def _inputs(self, call: int) -> Iterator[_Candidate]:
@@ -265,8 +276,7 @@ class _Offloader:
             is_held = view.saves_input or any(v.storage == view.input for v in sources)
         storage = view.graph.storages[view.input]
         idle = storage.natural_death + 1
-        is_worth_it = storage.nbytes >= LEAST_BYTES and idle < view.first_request
-        if is_held and is_worth_it and not view.shares_input(self.views):
+        if is_held and idle < view.first_request and not view.shares_input(self.views):
             yield _Candidate(call, INPUT, storage.nbytes, idle, view.first_request, view.input)
 
 
@@ -277,8 +287,7 @@ def _kept(view: BlockGraph, option: Option, call: int) -> Iterator[_Candidate]:
     storages = view.graph.storages
     for number in view.settled:
         storage = storages[number]
-        is_large = storage.nbytes >= LEAST_BYTES and storage.category is Category.ACTIVATION
-        if number in option.dropped or not is_large:
+        if number in option.dropped or storage.category is not Category.ACTIVATION:
             continue
         idle = storage.natural_death + 1
         if idle < view.first_request:
@@ -290,7 +299,7 @@ def _kept_by_form(view: BlockGraph, option: Option, call: int) -> Iterator[_Cand
     """What a compiled call saves in one of its forms."""
     idle, needed = view.block.stop, view.first_request
     for number, nbytes in enumerate(option.forms[1].saves):
-        if nbytes >= LEAST_BYTES:
+        if nbytes:
             yield _Candidate(call, save_key(number), nbytes, idle, needed)
 
 

@@ -22,6 +22,9 @@ from leanstep.units import parse_budget
 # How much of what the link could move is tried, each a solve, before none goes to the host.
 SHARES_OF_LINK = (1.0, 0.9, 0.8, 0.65, 0.5, 0.35, 0.2, 0.1)
 
+# Shares tried between the first that fits and the one before.
+FINER_SHARES = 2
+
 # Budgets tried for the least reachable peak with the host's help.
 FLOOR_TRIALS = 4
 
@@ -203,26 +206,48 @@ class Answer:
 def _with_more_room(space: Space, solver: Solver, budget_bytes: int) -> Answer | None:
     """An answer that keeps more than fits, with as much moved to the host as it is over.
 
-    From what the link could move at best downwards: the first that really fits.
+    From what the link could move at best downwards to the first that really fits, and from there
+    back up in smaller steps.
     """
-    profile = space.profile
-    for share in SHARES_OF_LINK if capacity_bytes(profile) else ():
+
+    def solved(share: float) -> Solution:
         problem, back = space.roomier(share)
-        solution = back(solver.solve(problem, budget_bytes))
-        if not solution.is_found:
-            return None
-        picked = space.picked(solution)
-        # Hooks hold a little, be it that of a call which is left alone in the end.
-        with_hooks = [
-            (part, hooked(profile, part.view) if option.engine is Engine.UNTOUCHED else option)
-            for part, option in picked
-        ]
-        moved = find_offload(profile, with_hooks, budget_bytes)
-        if moved is not None:
-            rows = zip(picked, with_hooks, moved, strict=True)
-            used = [with_hook if own else alone for alone, with_hook, own in rows]
-            return Answer(solution, used, tuple(moved))
-    return None
+        return back(solver.solve(problem, budget_bytes))
+
+    best, least, most = None, 0.0, 0.0
+    for least in SHARES_OF_LINK if capacity_bytes(space.profile) else ():
+        solution = solved(least)
+        best = _moved(space, solution, budget_bytes)
+        if best is not None or not solution.is_found:
+            break
+        most = least
+    for _ in range(FINER_SHARES if best is not None and most else 0):
+        middle = (least + most) / 2
+        other = _moved(space, solved(middle), budget_bytes)
+        if other is None:
+            most = middle
+        else:
+            least = middle
+            best = min(best, other, key=lambda answer: answer.extra_seconds)
+    return best
+
+
+def _moved(space: Space, solution: Solution, budget_bytes: int) -> Answer | None:
+    """The solution of a roomier problem, with what it is over moved to the host."""
+    if not solution.is_found:
+        return None
+    picked = space.picked(solution)
+    # Hooks hold a little, be it that of a call which is left alone in the end.
+    with_hooks = [
+        (part, hooked(space.profile, part.view) if option.engine is Engine.UNTOUCHED else option)
+        for part, option in picked
+    ]
+    moved = find_offload(space.profile, with_hooks, budget_bytes)
+    if moved is None:
+        return None
+    rows = zip(picked, with_hooks, moved, strict=True)
+    used = [with_hook if own else alone for alone, with_hook, own in rows]
+    return Answer(solution, used, tuple(moved))
 
 
 def _bound(space: Space, answer: Answer, budget_bytes: int) -> float:
