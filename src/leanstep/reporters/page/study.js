@@ -21,8 +21,8 @@ function readings(study) {
 }
 
 const LINES = {
-  before: {name: "untouched", shade: "before", mode: "lines+markers", dash: "solid"},
-  after: {name: "planned", shade: "after", mode: "lines+markers", dash: "solid"},
+  before: {name: "untouched", shade: "before", mode: "lines+markers+text", dash: "solid"},
+  after: {name: "planned", shade: "after", mode: "lines+markers+text", dash: "solid"},
   textbook: {name: "√n segments", shade: "rule", mode: "lines", dash: "dash"},
 };
 
@@ -32,6 +32,8 @@ function studyFigure(study, title, value) {
     const isLargest = (point) => point.batch === study[`largest_${which}`];
     return {
       type: "scatter", mode, name, x: points.map((point) => point.batch), y: points.map((point) => value(point.batch, point[which])),
+      text: points.map((point) => (isLargest(point) ? String(point.batch) : "")), textposition: "bottom center",
+      textfont: {size: 11.5, color: colour(shade)}, cliponaxis: false,
       line: {color: colour(shade), width: which === "textbook" ? 1.5 : 2, dash},
       marker: {opacity: 1, size: points.map((point) => (isLargest(point) ? 13 : 8)),
                color: points.map((point) => (point[which].measured ? colour(shade) : colour("paper"))),
