@@ -180,6 +180,8 @@ def test_the_ladder_has_a_rung_for_the_plan() -> None:
 
     assert PLAN.budget_bytes in [rung.budget_bytes for rung in found.ladder.rungs]
     assert with_ladder(collect([PLAN])).ladder is None
+    # Nothing to decide: one rung, the untouched step.
+    assert len(with_ladder(collect([replace(PROFILE, blocks=())])).ladder.rungs) == 1
 
 
 def test_a_study_marks_its_largest_batches() -> None:

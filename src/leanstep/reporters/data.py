@@ -124,7 +124,7 @@ def with_ladder(results: Results) -> Results:
     one, and with host memory if it uses any.
     """
     profile, plan = results.profile, results.plan
-    if profile is None or results.ladder is not None or not profile.blocks:
+    if profile is None or results.ladder is not None:
         return results
     found = make_ladder(
         profile,
