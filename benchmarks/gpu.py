@@ -371,7 +371,8 @@ def draw(rows, path):
         for call in found:
             collect(call, points)
         for name, (color, own) in points.items():
-            axis.plot(*zip(*sorted(own), strict=True), "o-", color=color, label=name)
+            line_style = "o--" if "inexact" in name else "o-"
+            axis.plot(*zip(*sorted(own), strict=True), line_style, color=color, label=name)
         axis.set(title=model, xlabel="peak × eager", ylabel="step time × eager")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)

@@ -38,7 +38,7 @@ Nobody published all that is needed to repeat a figure. Assumed: for OneFlow, fp
 fused AdamW, and the batch whose untouched step comes nearest to theirs; for the others, our own
 ResNet-152 (224², channels last) and BERT-large (512 tokens) in bf16. "Memory" is the peak of the
 whole step. Where ours refuses, the least reachable peak is that of the loss head, which belongs
-to no block.
+to no block. VISSL's and Hugging Face's descriptions have no figures.
 """
 
 

@@ -18,7 +18,7 @@ change.
 """
 
 import difflib
-from collections.abc import Iterable
+from collections import abc
 from typing import ClassVar, Final
 
 
@@ -34,7 +34,7 @@ class InputError(LeanstepError, ValueError):
     exit_code: ClassVar[int] = 2
 
 
-def unknown_name(kind: str, name: object, known: Iterable[str]) -> InputError:
+def unknown_name(kind: str, name: object, known: abc.Iterable[str]) -> InputError:
     """The error for a name that nothing has, with the nearest of those that are known."""
     names = list(known)
     nearest = difflib.get_close_matches(str(name).lower(), names, n=1, cutoff=0.5)

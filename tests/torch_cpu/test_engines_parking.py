@@ -194,3 +194,18 @@ def test_what_is_let_go_together_is_waited_for_once(lane) -> None:
     first, second, third = (one.leaving for one in parked)
     assert first is third, "of one group: the event is behind the last of it"
     assert second is not first
+
+
+def test_storages_leave_in_the_order_of_the_plan_and_come_back_the_other_way_round(lane) -> None:
+    """A call saves in an order of its own; whoever the plan has first must not wait for others."""
+    ranks = [(1, 2), (1, 0), (1, 1)]
+    parked = [
+        parking.Parked(lane, torch.arange(8.0), group=number, rank=rank)
+        for number, rank in enumerate(ranks)
+    ]
+    parking.send(parked)
+    assert parked[1].leaving < parked[2].leaving < parked[0].leaving
+    for one in parked:
+        one.leave()
+    parking.fetch(parked)
+    assert parked[0].coming < parked[2].coming < parked[1].coming

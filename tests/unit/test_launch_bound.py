@@ -50,7 +50,7 @@ def test_a_launch_bound_step_pays_for_issuing_and_for_its_calls():
 
 def test_an_op_that_takes_the_device_longer_than_the_cpu_costs_device_time():
     profile = device_bound()
-    slow = replace(profile, issue_seconds=1e-9)
+    slow = replace(profile, issue_seconds=1e-10)
     plan = make_plan(profile, floor_bytes(profile))
 
     assert simulate(slow, plan).extra_seconds == pytest.approx(

@@ -122,15 +122,21 @@ def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
 
 
 class Parked:
-    """One storage: on the device, on the host, or both; a group of them is let go together."""
+    """One storage: on the device, on the host, or both; a group of them is let go together.
+
+    `rank` is its place in the order in which the plan has storages leave: its call, and which of
+    the call's it is. They come back the other way round.
+    """
 
     __slots__ = (
         *("__weakref__", "_has_left", "_tensor", "_version"),
-        *("bytes", "coming", "group", "host", "lane", "leaving", "stays"),
+        *("bytes", "coming", "group", "host", "lane", "leaving", "rank", "stays"),
     )
 
-    def __init__(self, lane: _Lane, tensor: torch.Tensor, group: int) -> None:
-        self.lane, self.group = lane, group
+    def __init__(
+        self, lane: _Lane, tensor: torch.Tensor, group: int, rank: tuple[int, int] = (0, 0)
+    ) -> None:
+        self.lane, self.group, self.rank = lane, group, rank
         # A tensor of our own, that counts the writes to the saved one: also when it is empty.
         self._tensor = detached(tensor)
         self._version = version(tensor)
@@ -191,7 +197,8 @@ class Parked:
 
 def send(parked: Iterable[Parked]) -> None:
     """Begin to copy storages to the host: one after the other, on their own stream."""
-    for lane, own in _by_lane(one for one in parked if one.may_leave).items():
+    ordered = sorted(parked, key=lambda one: one.rank)
+    for lane, own in _by_lane(one for one in ordered if one.may_leave).items():
         with past_every_mode(), torch.no_grad():
             copies = lane.out([one.whole() for one in own], [one.group for one in own])
         for one, (host, done) in zip(own, copies, strict=True):
@@ -200,7 +207,8 @@ def send(parked: Iterable[Parked]) -> None:
 
 def fetch(parked: Iterable[Parked]) -> None:
     """Begin to copy storages back to the device, those that have left it."""
-    for lane, own in _by_lane(one for one in parked if one.is_gone).items():
+    ordered = sorted(parked, key=lambda one: one.rank, reverse=True)
+    for lane, own in _by_lane(one for one in ordered if one.is_gone).items():
         with past_every_mode(), torch.no_grad():
             copies = lane.back([one.host for one in own if one.host is not None])
         for one, (found, done) in zip(own, copies, strict=True):
@@ -326,6 +334,7 @@ class Lot:
 
     def __init__(self, plan: Plan) -> None:
         entries = [(place, e) for place, d in enumerate(plan.decisions) for e in d.offload]
+        self._order = {(place, e.key): number for number, (place, e) in enumerate(entries)}
         self._sent = _waiting(place for place, _ in entries)
         self._leaving = _waiting(place + entry.release for place, entry in entries)
         self._coming = _waiting(place + entry.fetch for place, entry in entries)
@@ -338,7 +347,8 @@ class Lot:
 
     def park(self, tensor: torch.Tensor, place: int, entry: Offload) -> Parked:
         """Let a tensor's storage be copied to the host when its call has ended."""
-        parked = Parked(self._lane(tensor.device), tensor, group=entry.release)
+        rank = (place, self._order[place, entry.key])
+        parked = Parked(self._lane(tensor.device), tensor, entry.release, rank)
         number = next(self._numbers)
         self._sent[place][number] = parked
         self._leaving[place + entry.release][number] = parked

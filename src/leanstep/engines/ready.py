@@ -92,7 +92,10 @@ class Held:
 class ReadyOp:
     """One op, for every call that follows the recording."""
 
-    __slots__ = ("_args", "_births", "_draw", "_func", "_generator", "_kwargs", "_places", "grad")
+    __slots__ = (
+        *("_args", "_births", "_draw", "_func", "_generator", "_kwargs", "_only_birth", "_places"),
+        "grad",
+    )
 
     def __init__(self, op: RecordedOp) -> None:
         self._func, self._args, self._kwargs = op.func, op.args, op.kwargs
@@ -100,10 +103,14 @@ class ReadyOp:
         reads = op.rerun.reads
         draws_on_cpu = op.draw is None and bool(reads) and reads[-1].storage == GENERATOR
         self._generator = reads[-1] if draws_on_cpu else None
-        self._places: tuple[tuple[int, Ref], ...] | None = None
-        if not op.kwargs and not any(isinstance(arg, (list, tuple)) for arg in op.args):
-            places = enumerate(op.args)
-            self._places = tuple((place, arg) for place, arg in places if isinstance(arg, Ref))
+        # Where all that is filled in are arguments of their own, which they are is settled here.
+        nested = (*(arg for arg in op.args if not isinstance(arg, Ref)), *op.kwargs.values())
+        self._places: tuple[tuple[int, Ref, Value], ...] | None = None
+        if not any(map(_holds_refs, nested)):
+            self._places = tuple(
+                (place, arg, arg.value) for place, arg in enumerate(op.args) if isinstance(arg, Ref)
+            )
+        self._only_birth = op.births[0][0] if [leaf for _, leaf in op.births] == [0] else None
 
     def run(self, held: Held) -> None:
         """Run it on what a call holds, and put there what it makes."""
@@ -116,8 +123,10 @@ class ReadyOp:
                 out = self._func(*args, **kwargs)
         else:
             out = self._func(*args, **kwargs)
-        if self._births:
-            leaves = (out,) if isinstance(out, torch.Tensor) else tuple(tensors_in(out))
+        if self._only_birth is not None and isinstance(out, torch.Tensor):
+            held.buffers[self._only_birth] = out
+        elif self._births:
+            leaves = tuple(tensors_in(out))
             for storage, leaf in self._births:
                 held.buffers[storage] = leaves[leaf]
 
@@ -126,9 +135,20 @@ class ReadyOp:
             args = [_filled(argument, held) for argument in self._args]
             return args, {name: _filled(arg, held) for name, arg in self._kwargs.items()}
         args = list(self._args)
-        for place, ref in self._places:
-            args[place] = ref.of(held.read(ref.value))
+        sources, buffers = held.sources, held.buffers
+        for place, ref, value in self._places:
+            # As `held.read`, written out: most of a replay's Python is here.
+            source = sources.get(value)
+            base = buffers[value.storage] if source is None else source.unchanged(held.block_name)
+            args[place] = ref.of(base)
         return args, self._kwargs
+
+
+def _holds_refs(argument: Any) -> bool:
+    """Whether tensors are to be filled in somewhere inside an argument."""
+    if isinstance(argument, (list, tuple)):
+        return any(map(_holds_refs, argument))
+    return isinstance(argument, Ref)
 
 
 def _filled(argument: Any, held: Held) -> Any:

@@ -1,5 +1,6 @@
 """Profile the step with compiled blocks: find kinds and forms, measure them, condense the step."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -7,11 +8,11 @@ import torch
 
 from leanstep.condense import condense
 from leanstep.engines.inductor import PRECISE, CompiledForm, compiled_form, reason_of
-from leanstep.engines.joint import LostNodeError
+from leanstep.engines.joint import JointGraph, LostNodeError
 from leanstep.errors import MeasureError
 from leanstep.forms.capture import CaptureError, capture
 from leanstep.forms.costs import node_seconds, with_writing
-from leanstep.forms.cuts import Candidate, candidates, candidates_apart
+from leanstep.forms.cuts import SEEDS, Candidate, candidates, candidates_apart, seeds_kept
 from leanstep.forms.kinds import Example, Sighting, find_kinds
 from leanstep.forms.trial import Figures, Trial
 from leanstep.ir import Engine, Exclusion, Form, Kind, Profile
@@ -72,9 +73,7 @@ def _kind(sighting: Sighting, device: torch.device, most: int, exact: bool) -> K
     if not trials.add(first):
         raise MeasureError("its gradients differ from run to run")
     if exact:
-        written = with_writing(joint, seconds, first.kept, device)
-        for candidate in candidates_apart(joint, written, first, max(1, most - LESS_APART)):
-            trials.add(candidate)
+        trials = _add_apart(trials, joint, seconds, first, max(1, most - LESS_APART))
     for candidate in others:
         if not trials.add(candidate):
             # Kernels that are fused otherwise sum in another order: who differs once differs again.
@@ -83,14 +82,40 @@ def _kind(sighting: Sighting, device: torch.device, most: int, exact: bool) -> K
     return Kind(sighting.name, forms, precise=exact, num_inexact=trials.num_inexact)
 
 
+def _add_apart(
+    trials: "_Trials",
+    joint: JointGraph,
+    seconds: Mapping[Any, float],
+    first: Candidate,
+    most: int,
+) -> "_Trials":
+    """Try forms that rebuild apart what they drop of one that keeps seeds instead of masks.
+
+    Where that one has other bits than torch's own choice, it is the unplanned form from here on.
+    """
+    whole = replace(first, name=SEEDS, kept=seeds_kept(joint))
+    if not trials.add(whole):
+        trials = trials.anew()
+        trials.add(whole)
+    written = with_writing(joint, seconds, whole.kept, trials.device)
+    for candidate in candidates_apart(joint, written, whole, most):
+        trials.add(candidate)
+    return trials
+
+
 class _Trials:
     """The forms of one kind that were compiled and have passed."""
 
     def __init__(self, name: str, example: Example, device: torch.device, exact: bool) -> None:
         self._name, self._example, self._exact = name, example, exact
+        self.device = device
         self._trial = Trial(example, device)
         self.num_inexact = 0
         self._passed: dict[Any, tuple[Candidate, CompiledForm, Figures]] = {}
+
+    def anew(self) -> "_Trials":
+        """Trials of the same kind, in which another form is the first."""
+        return _Trials(self._name, self._example, self.device, self._exact)
 
     def add(self, candidate: Candidate) -> bool:
         """Compile and measure a form; whether its bits are right."""

@@ -32,6 +32,8 @@ FIRM_BUDGETS = (0.5, 0.2)
 
 NUM_PRICES = 32
 
+SEEDS = "seeds kept"
+
 # SciPy's flow has 32-bit capacities: everything finite together stays below the infinite one.
 INFINITE = 2**30
 FINITE_TOTAL = 2**29
@@ -50,7 +52,7 @@ class Candidate:
 
 
 def candidates(joint: JointGraph, seconds: Mapping[Any, float], most: int) -> list[Candidate]:
-    """The sets worth compiling, the unplanned one first."""
+    """The sets worth compiling, torch's own choice first."""
     found: dict[tuple[str, ...], Candidate] = {}
 
     def add(name: str, kept: Sequence[str], *, is_firm: bool = False) -> None:
@@ -62,7 +64,8 @@ def candidates(joint: JointGraph, seconds: Mapping[Any, float], most: int) -> li
             title = name if known is None else known.name
             found[names] = Candidate(title, names, nbytes, spent, is_firm)
 
-    add("unplanned", unplanned(joint), is_firm=True)
+    add("torch's choice", _torchs(joint, 1.0), is_firm=True)
+    add(SEEDS, seeds_kept(joint), is_firm=True)
     for budget in BUDGETS:
         try:
             kept = _torchs(joint, budget)
@@ -79,7 +82,7 @@ def candidates(joint: JointGraph, seconds: Mapping[Any, float], most: int) -> li
 def candidates_apart(
     joint: JointGraph, seconds: Mapping[Any, float], first: Candidate, most: int
 ) -> list[Candidate]:
-    """Smaller sets of what the unplanned form hands over, the rest to be rebuilt apart.
+    """Smaller sets of what a form hands over, the rest to be rebuilt apart.
 
     What is rebuilt is written: `seconds` counts that.
     """
@@ -95,8 +98,8 @@ def candidates_apart(
     return _spread(first, list(found.values()), most)
 
 
-def unplanned(joint: JointGraph) -> tuple[str, ...]:
-    """What torch keeps if nobody plans, but for random numbers: their seeds are kept instead.
+def seeds_kept(joint: JointGraph) -> tuple[str, ...]:
+    """Torch's own choice, but for random numbers: their seeds are kept instead.
 
     They are drawn again inside kernels that run anyway, and a value that is dropped and was made
     with them can be made again.

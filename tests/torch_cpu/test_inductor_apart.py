@@ -1,0 +1,154 @@
+"""What compiled blocks drop and rebuild by a program of its own, with a backend for Python."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from leanstep import torch_compiler  # noqa: E402
+from leanstep.engines.inductor import PRECISE, CompiledForm  # noqa: E402
+from leanstep.engines.joint import LostNodeError  # noqa: E402
+from leanstep.forms.capture import capture  # noqa: E402
+from leanstep.forms.cuts import Candidate, candidates_apart, seeds_kept  # noqa: E402
+from leanstep.forms.kinds import Example  # noqa: E402
+from leanstep.forms.trial import Trial  # noqa: E402
+
+# Dynamo looks at the gradient of every tensor it is given.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        inner = torch.tanh(self.up(self.norm(x)))
+        inner = torch.nn.functional.dropout(inner, 0.25)
+        return x + self.down(inner.sin() * inner)
+
+
+@pytest.fixture(autouse=True)
+def without_compiler(monkeypatch):
+    torch._dynamo.reset()
+    plain = {
+        "compile_graph": torch_compiler.compile_to_python,
+        "compile_alone": torch_compiler.compile_alone_to_python,
+    }
+    for name, function in plain.items():
+        monkeypatch.setattr(CompiledForm, name, staticmethod(function))
+
+
+@pytest.fixture
+def joint():
+    torch.manual_seed(0)
+    module, x = Block(), torch.randn(8, 16, requires_grad=True)
+    found = capture(Example(module, (), (x,), {}, ()), PRECISE)
+    return module, x, found
+
+
+def forms(found):
+    """The unplanned form, and those that keep less and rebuild the rest."""
+    whole = seeds_kept(found)
+    first = Candidate("unplanned", whole, 10**9, 0.0)
+    seconds = dict.fromkeys(found.forward, 1e-6)
+    return whole, candidates_apart(found, seconds, first, 4)
+
+
+def run(form, module, x, seed=3):
+    torch.manual_seed(seed)
+    out = form(module, (x,), {})
+    grads = torch.autograd.grad(out.square().sum(), [x, *module.parameters()])
+    return [out.detach(), *grads]
+
+
+def equal(some, others):
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+def test_every_smaller_set_gives_the_bits_of_the_whole(joint):
+    module, x, found = joint
+    whole, smaller = forms(found)
+    wanted = run(CompiledForm(Block.forward, whole, PRECISE), module, x)
+    assert smaller
+    for one in smaller:
+        form = CompiledForm(Block.forward, one.kept, PRECISE, whole)
+        assert set(one.kept) < set(whole) == set(one.whole)
+        assert equal(wanted, run(form, module, x)), one
+        assert form.runs == form.captures == 1
+
+
+def test_what_is_dropped_is_not_among_what_is_held(joint):
+    module, x, found = joint
+    whole, smaller = forms(found)
+    trial = Trial(Example(module, (), (x,), {}, ()), torch.device("cpu"))
+    full = trial.measure(CompiledForm(Block.forward, whole, PRECISE))
+    for one in smaller:
+        figures = trial.measure(CompiledForm(Block.forward, one.kept, PRECISE, whole))
+        assert figures.exact and figures.holds_arguments
+        assert sum(figures.saves) < sum(full.saves)
+        # It comes back for backward, all at once.
+        assert figures.backward_rise_bytes > full.backward_rise_bytes
+
+
+def test_a_graph_that_is_kept_is_rebuilt_each_time(joint):
+    module, x, found = joint
+    whole, smaller = forms(found)
+    form = CompiledForm(Block.forward, smaller[-1].kept, PRECISE, whole)
+    out = form(module, (x,), {}).sum()
+    first, again = (torch.autograd.grad(out, [x], retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, again)
+
+
+def test_a_write_to_what_a_rebuild_starts_from_is_seen(joint):
+    module, x, found = joint
+    whole, smaller = forms(found)
+    form = CompiledForm(Block.forward, smaller[-1].kept, PRECISE, whole)
+    given = x.detach().clone().requires_grad_()
+    out = form(module, (given,), {})
+    with torch.no_grad():
+        given.mul_(2.0)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        out.sum().backward()
+
+
+def test_who_does_not_drop_leaves_every_save_to_the_user_s_hooks(joint):
+    module, x, found = joint
+    whole, smaller = forms(found)
+    form = CompiledForm(Block.forward, smaller[-1].kept, PRECISE, whole)
+    wanted = run(form, module, x)
+    seen = []
+
+    def pack(tensor):
+        seen.append(tensor)
+        return tensor
+
+    torch.manual_seed(3)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = form(module, (x,), {}, is_dropping=False)
+    grads = torch.autograd.grad(out.square().sum(), [x, *module.parameters()])
+    assert len(seen) >= len(whole)
+    assert equal(wanted, [out.detach(), *grads])
+
+
+def test_masks_are_drawn_again_from_their_seeds_and_not_kept(joint):
+    _, _, found = joint
+    drawn = {n.name for n in found.nodes if str(n.target).startswith("prims.inductor_seeds")}
+    masks = {n.name for n in found.nodes if str(n.target).startswith("aten.gt")}
+    # Without Inductor's passes dropout is an op that must not run twice.
+    if drawn:
+        assert drawn & set(seeds_kept(found)) and not masks & set(seeds_kept(found))
+
+
+def test_what_must_not_run_twice_is_kept(joint):
+    _, _, found = joint
+    whole, smaller = forms(found)
+    fixed = {node.name for node in found.fixed}
+    for one in smaller:
+        assert fixed & set(whole) <= set(one.kept)
+    lost = [name for name in whole if name in fixed]
+    if lost:
+        with pytest.raises(LostNodeError, match="must not be computed again"):
+            found.apart(whole, [name for name in whole if name not in lost])
