@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from leanstep.errors import BudgetError, MeasureError, VerifyError
 from leanstep.ir import Exclusion, Plan, Profile, Verdict
 from leanstep.owners import Taken, taken_over
 from leanstep.planner.options import check_engine
-from leanstep.reporters.terminal import render
+from leanstep.reporters import render, render_html, report
 from leanstep.solvers.base import Solver
 from leanstep.solvers.registry import find_solver
 from leanstep.step import Loss, TrainingStep, make_step
@@ -45,8 +46,19 @@ class Fit:
         return f"{table}\nswitched off until remove(): {', '.join(self.taken.names)}"
 
     def __repr__(self) -> str:
-        """The same table: this is what a notebook shows."""
+        """The same table: this is what a session shows."""
         return str(self)
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook."""
+        return render_html(self.profile, self.plan, self.verdict)
+
+    def report(self, path: str | Path) -> None:
+        """Write what was found as a page (`.html`), a figure (`.png`, `.svg`) or a trace (`.json`).
+
+        Pages and figures need `pip install leanstep[report]`.
+        """
+        report([self.profile, self.plan, *([self.verdict] if self.verdict else [])], path)
 
     def remove(self) -> None:
         """Give the model back exactly as it was."""

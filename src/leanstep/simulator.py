@@ -126,10 +126,16 @@ def _replay_point(profile: Profile, replay: Replay, level: int) -> Point:
 
 def base_levels(profile: Profile) -> npt.NDArray[np.int64]:
     """The live bytes at the start of each op of the untouched step, and at its end."""
-    graph = profile.graph
-    apart = profile.other_bytes + profile.slack_bytes
-    start = np.full(len(graph.ops) + 1, apart, dtype=np.int64)
-    return shifted(start, _lives(profile))
+    # Columns, not shifts: planning asks for it again and again.
+    storages, num_levels = profile.graph.storages, len(profile.graph.ops) + 1
+    births = np.fromiter((storage.birth for storage in storages), np.int64, len(storages))
+    deaths = np.fromiter((storage.death for storage in storages), np.int64, len(storages))
+    nbytes = np.fromiter((storage.nbytes for storage in storages), np.int64, len(storages))
+    changes = np.zeros(num_levels + 1, dtype=np.int64)
+    np.add.at(changes, np.minimum(births + 1, num_levels), nbytes)
+    np.subtract.at(changes, np.minimum(deaths + 1, num_levels), nbytes)
+    levels: npt.NDArray[np.int64] = np.cumsum(changes[:-1])
+    return levels + profile.other_bytes + profile.slack_bytes
 
 
 def _lives(profile: Profile) -> Iterator[Shift]:

@@ -52,7 +52,8 @@ MAY_IMPORT = {
     "simulator": REBUILD | {"effects"},
     "solvers": SOLVERS,
     "planner": PLANNER,
-    "reporters": SIMULATOR | {"reporters"},
+    # A page shows the plan for every budget.
+    "reporters": PLANNER | {"reporters"},
     "condense": IR,
     "torch_private": BASE,
     "torch_compiler": BASE,

@@ -112,8 +112,11 @@ def test_a_profile_is_planned_explained_and_drawn_from_its_file(run_json, folder
     assert run("explain", "plan.json").stdout.strip() == str(plan.explain()).strip()
     assert json.loads(run("explain", "plan.json", "--json").stdout)["leanstep"] == "Explanation"
 
+    traced = run("report", run_json, "plan.json", "-o", "trace.json")
+    assert traced.exit_code == 0, traced.output
+    assert json.loads(Path("trace.json").read_text())["traceEvents"]
     pytest.importorskip("matplotlib")
-    drawn = run("report", run_json, "--plan", "plan.json", "-o", "memory.svg")
+    drawn = run("report", run_json, "plan.json", "-o", "memory.svg")
     assert drawn.exit_code == 0, drawn.output
     assert Path("memory.svg").stat().st_size > 1000
 
@@ -183,7 +186,7 @@ def test_a_budget_that_cannot_be_met_says_what_to_type_next(run_json):
         ),
         (("plan", "run.json", "--batch", "4"), "its sizes and device are fixed"),
         (("plan", "run.json", "--solver", "mu_tow"), "did you mean 'mu_two'?"),
-        (("report", "run.json", "-o", "memory.bmp"), "end it in .png or .svg"),
+        (("report", "run.json", "-o", "memory.bmp"), "end it in .html, .png, .svg, .json"),
         (("explain", "run.json"), "holds a Profile, not a Plan"),
         (("plam",), "Did you mean 'plan'?"),
     ],
@@ -217,10 +220,23 @@ def test_the_demo_trains_the_same_losses(monkeypatch):
 
 
 def test_fit_prints_its_verdict_as_json():
-    done = run("fit", "users_train:make", "--batch", 2048, "--budget", "80%", "--json")
+    limits = ("--batch", 2048, "--budget", "80%")
+    done = run("fit", "users_train:make", *limits, "--json", "--report", "trace.json")
 
     Path("verdict.json").write_text(done.stdout)
     assert leanstep.Verdict.load("verdict.json").within_budget
+    assert json.loads(Path("trace.json").read_text())["traceEvents"]
+
+
+def test_a_page_tells_all_that_the_files_of_one_model_tell(run_json):
+    pytest.importorskip("plotly")
+    assert run("plan", run_json, "--budget", "80%", "-o", "plan.json").exit_code == 0
+
+    done = run("report", "plan.json", run_json, "-o", "report.html")
+
+    assert done.exit_code == 0, done.output
+    assert "wrote report.html" in done.stderr
+    assert "Fits, as predicted" in Path("report.html").read_text()
 
 
 def test_a_frontier_has_a_column_for_each_solver(run_json):

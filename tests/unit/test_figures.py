@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from leanstep.errors import InputError
-from leanstep.ir import Category, MaxBatch, Phase, Reading, Sweep, Trial
+from leanstep.ir import Category, MaxBatch, Phase, Reading, Sweep, Trial, Verdict
+from leanstep.planner import frontier
 from leanstep.planner import plan as make_plan
 from leanstep.reporters import report
 from leanstep.reporters.figures import draw_sweep
@@ -82,15 +83,20 @@ def test_the_plan_takes_activations_away() -> None:
 
 
 @pytest.mark.parametrize("ending", [".png", ".svg"])
-def test_memory_and_sweep_are_drawn_into_files(ending: str, tmp_path: Path) -> None:
+def test_every_figure_is_drawn_into_a_file(ending: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    for name, result, plan in (
+    curve = frontier(PROFILE, points=3)
+    for name, results, figure in (
         ("before", PROFILE, None),
-        ("both", PROFILE, smaller_plan()),
+        ("both", [PROFILE, smaller_plan()], None),
+        ("peak", [PROFILE, smaller_plan()], "peak"),
+        ("lifetimes", [smaller_plan(), PROFILE], "lifetimes"),
+        ("plan", smaller_plan(), None),
+        ("frontier", curve, None),
         ("sweep", SWEEP, None),
     ):
         path = tmp_path / f"{name}{ending}"
-        report(result, path, plan=plan)
+        report(results, path, figure=figure)
         assert path.read_bytes().startswith(MAGIC[ending])
 
 
@@ -109,8 +115,18 @@ def test_a_drawn_study_has_a_line_for_each_side_the_textbook_and_the_largest_bat
 
 
 def test_an_unknown_ending_or_result_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"end it in \.png or \.svg"):
-        report(PROFILE, tmp_path / "memory.bmp")
-    with pytest.raises(InputError, match="a Plan has no figure"):
-        report(smaller_plan(), tmp_path / "memory.png")
+    verdict = Verdict(*[1] * 4, *[1.0] * 3, *[True] * 4, (), (), ())
+    for results, name, figure, said in (
+        (PROFILE, "memory.bmp", None, r"end it in \.html, \.png, \.svg, \.json"),
+        (PROFILE, "memory.png", "memroy", "did you mean 'memory'"),
+        (smaller_plan(), "memory.png", "memory", "nothing to draw memory of: give a profile"),
+        (PROFILE, "batches.svg", "batches", "give a sweep"),
+        (verdict, "verdict.svg", None, "give a profile"),
+        (SWEEP, "trace.json", None, "a trace is of a recorded step"),
+        ([PROFILE, PROFILE], "report.html", None, "one profile, and two were given"),
+        ([], "report.html", None, "a report is of something"),
+        (smaller_plan().explain(), "report.html", None, "no place for Explanation"),
+    ):
+        with pytest.raises(InputError, match=said):
+            report(results, tmp_path / name, figure=figure)
     assert not list(tmp_path.iterdir())

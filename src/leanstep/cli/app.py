@@ -97,7 +97,7 @@ for _command, _example in (
     (frontier, "leanstep frontier run.json --points 10"),
     (sweep, "leanstep sweep resnet152 --batch 64,128 --budget 24GiB --device h200"),
     (max_batch, "leanstep max-batch bert-large --budget 24GiB --device rtx4090"),
-    (report, "leanstep report run.json --plan plan.json -o memory.svg"),
+    (report, "leanstep report run.json plan.json -o report.html"),
     (doctor, "leanstep doctor"),
 ):
     app.command(_command.__name__.replace("_", "-"), epilog=f"Example: {_example}")(_command)

@@ -1,5 +1,6 @@
 """`leanstep fit`: profile, plan, apply, verify."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -22,7 +23,7 @@ from leanstep.cli.options import (
     Solver,
     Target,
 )
-from leanstep.cli.output import Output, progress
+from leanstep.cli.output import Output, progress, say_written
 from leanstep.cli.source import Source
 
 
@@ -43,6 +44,9 @@ def fit(
         bool,
         typer.Option("--takeover", help="Switch off checkpointing that the model already has."),
     ] = False,
+    report: Annotated[
+        Path | None, typer.Option(help="Also write a report: .html, .png, .svg or .json.")
+    ] = None,
     as_json: Json = False,
     output: OutputPath = None,
     force: Force = False,
@@ -52,6 +56,7 @@ def fit(
     -o writes the plan, --json prints the verdict. Leaves with 3 if it does not fit.
     """
     out = Output(as_json, output, force)
+    page = Output(False, report, force)
     source = Source(target, batch, seq, image, autocast, optimizer, device)
     model, data, loss, update = source.ingredients()
     with progress(f"fitting {target}"):
@@ -70,5 +75,8 @@ def fit(
     verdict = fitted.verdict
     assert verdict is not None, "fit verifies unless it is told not to"
     out.deliver(verdict, str(fitted), saved=fitted.plan)
+    if page.path is not None:
+        fitted.report(page.path)
+        say_written(page.path)
     if not verdict.within_budget:
         raise typer.Exit(leanstep.BudgetError.exit_code)

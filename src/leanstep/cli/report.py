@@ -7,22 +7,36 @@ import typer
 
 import leanstep
 from leanstep.cli.options import Force
-from leanstep.cli.output import Output, say_written
+from leanstep.cli.output import Output, progress, say_written
 from leanstep.cli.source import existing
 
 
 def report(
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN.JSON", help="A file that profile or sweep wrote.")
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN.JSON...",
+            help="Files that profile, plan, fit, frontier, sweep or max-batch wrote, of one model.",
+        ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="A file: .png or .svg.")],
-    plan: Annotated[
-        Path | None, typer.Option(help="A file that plan wrote for the profile: before and after.")
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", help="A page (.html), a figure (.png, .svg) or a trace (.json)."
+        ),
+    ],
+    figure: Annotated[
+        str | None,
+        typer.Option(help="Which figure: memory, peak, lifetimes, frontier or batches."),
     ] = None,
     force: Force = False,
 ) -> None:
-    """Draw memory over the step of a profile, or peak and time against batch of a sweep."""
+    """Show what was found: one page that opens offline, a figure, or a trace for Perfetto.
+
+    A profile and its plan together show the step before and after.
+    """
     Output(False, output, force)
-    decided = None if plan is None else leanstep.Plan.load(existing(plan))
-    leanstep.report(leanstep.load(existing(run)), output, plan=decided)
+    results = [leanstep.load(existing(run)) for run in runs]
+    with progress("planning for every budget" if output.suffix == ".html" else "drawing"):
+        leanstep.report(results, output, figure=figure)
     say_written(output)

@@ -26,6 +26,9 @@ from leanstep.ir.graph import Unpack as Unpack
 from leanstep.ir.graph import Value as Value
 from leanstep.ir.identity import Identity as Identity
 from leanstep.ir.identity import TensorLook as TensorLook
+from leanstep.ir.ladder import Ladder as Ladder
+from leanstep.ir.ladder import Rung as Rung
+from leanstep.ir.ladder import Share as Share
 from leanstep.ir.load import load as load
 from leanstep.ir.memory import MemoryCurve as MemoryCurve
 from leanstep.ir.peak import Holder as Holder

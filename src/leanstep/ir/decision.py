@@ -98,6 +98,17 @@ class Decision:
         return self.path, self.occurrence, self.children
 
     @property
+    def host_bytes(self) -> int:
+        """What waits in host memory between forward and backward, the call's input included."""
+        return sum(entry.nbytes for entry in self.offload)
+
+    @property
+    def resident_bytes(self) -> int:
+        """What the call made, is kept, and stays on the device."""
+        own = sum(entry.nbytes for entry in self.offload if entry.key != INPUT)
+        return 0 if self.engine is Engine.MODULE else max(0, self.kept_bytes - own)
+
+    @property
     def takes_border(self) -> bool:
         """Whether the call gets its input in backward from the call before."""
         return self.border_in and self.engine is Engine.REPLAY

@@ -49,8 +49,7 @@ class Explanation(Saved):
 
     def __str__(self) -> str:
         """The tables a person reads."""
-        lines = [f"{self.model} · solver {self.solver} · budget {format_bytes(self.budget_bytes)}"]
-        lines += ["", *self._summary()]
+        lines = [self.title, "", *self.summary()]
         if self.planned is not None:
             lines += ["", *_peak_lines("the planned peak", self.planned, "untouched")]
         if self.peak_moved and self.unplanned is not None:
@@ -59,8 +58,12 @@ class Explanation(Saved):
 
     def brief(self) -> str:
         """The same without the ops: a row for block calls in a row that got the same decision."""
-        lines = [f"{self.model} · solver {self.solver} · budget {format_bytes(self.budget_bytes)}"]
-        rows = [("block", "engine", "dropped", "extra time", "why")]
+        rows = table(self.brief_rows(), left=(0, 1, 4))
+        return "\n".join([self.title, "", *self.summary(), "", *rows])
+
+    def brief_rows(self) -> list[tuple[str, ...]]:
+        """The rows of the short table, headings first."""
+        rows: list[tuple[str, ...]] = [("block", "engine", "dropped", "extra time", "why")]
         order = [name for member in self.groups for name in member.names]
         for member in self.groups:
             cells = ("–", "–")
@@ -68,7 +71,12 @@ class Explanation(Saved):
                 cells = (format_bytes(member.dropped_bytes), format_seconds(member.seconds))
             name = names_in_a_row(member.names, order)
             rows.append((name, member.engine.value, *cells, member.why))
-        return "\n".join([*lines, "", *self._summary(), "", *table(rows, left=(0, 1, 4))])
+        return rows
+
+    @property
+    def title(self) -> str:
+        """What it is about."""
+        return f"{self.model} · solver {self.solver} · budget {format_bytes(self.budget_bytes)}"
 
     @property
     def peak_moved(self) -> bool:
@@ -78,7 +86,8 @@ class Explanation(Saved):
             return False
         return old.place != new.place or old.live_bytes != new.other_live_bytes
 
-    def _summary(self) -> Iterator[str]:
+    def summary(self) -> Iterator[str]:
+        """Peak and time before and after, a line each."""
         if self.planned is not None and self.unplanned is not None:
             old, new = self.unplanned.peak_bytes, self.planned.peak_bytes
             change = format_change(new / old - 1)

@@ -3,8 +3,11 @@
 from dataclasses import dataclass, field
 
 from leanstep.ir.codec import Saved
+from leanstep.ir.notebook import html_card, html_table
 from leanstep.ir.text import table
 from leanstep.units import format_bytes
+
+_TITLE = "extra time of a step under each budget"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,13 @@ class Frontier(Saved):
 
     def __str__(self) -> str:
         """A table: extra time in % of the step, a row a budget, a column a solver."""
+        return "\n".join([_TITLE, *table(self._rows())])
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook."""
+        return html_card(_TITLE, html_table(self._rows()))
+
+    def _rows(self) -> list[list[str]]:
         names = self.solvers
         by_place = {(p.solver, p.budget_bytes): p for p in self.points}
         budgets = sorted({point.budget_bytes for point in self.points}, reverse=True)
@@ -53,7 +63,7 @@ class Frontier(Saved):
             rows.append([format_bytes(budget_bytes), f"{share:.1%}", *cells])
         floors = [f"{nbytes / max(1, self.unplanned_peak_bytes):.1%}" for _, nbytes in self.floors]
         rows.append(["least peak", "", *floors])
-        return "\n".join(["extra time of a step under each budget", *table(rows)])
+        return rows
 
     def _cell(self, point: FrontierPoint | None) -> str:
         if point is None:

@@ -30,6 +30,13 @@ class Identity:
         """The model in a few words."""
         return f"{self.model}, {len(self.parameters)} tensors, {self.num_elements} parameters"
 
+    @property
+    def batch_size(self) -> int:
+        """The rows of the batch, where all its tensors have as many; else 0."""
+        sizes = {look.partition(" ")[0].partition("×")[0] for _, look in self.batch}
+        size = sizes.pop() if len(sizes) == 1 else ""
+        return int(size) if size.isdigit() else 0
+
     def differences(self, other: "Identity") -> list[str]:
         """What is not the same in another model and its batch, in words; self is the plan's."""
         return [*self.model_differences(other), *self.batch_differences(other)]

@@ -7,6 +7,7 @@ from leanstep.ir.checkup import Checkup
 from leanstep.ir.codec import Saved, kind_in
 from leanstep.ir.explanation import Explanation
 from leanstep.ir.frontier import Frontier
+from leanstep.ir.ladder import Ladder
 from leanstep.ir.plan import Plan
 from leanstep.ir.profile import Profile
 from leanstep.ir.study import MaxBatch, Sweep
@@ -14,7 +15,7 @@ from leanstep.ir.verdict import Verdict
 
 _KINDS: dict[str, type[Saved]] = {
     kind.__name__: kind
-    for kind in (Checkup, Explanation, Frontier, MaxBatch, Plan, Profile, Sweep, Verdict)
+    for kind in (Checkup, Explanation, Frontier, Ladder, MaxBatch, Plan, Profile, Sweep, Verdict)
 }
 
 

@@ -9,6 +9,7 @@ from leanstep.ir.decision import Decision, Engine
 from leanstep.ir.explanation import Explanation, group
 from leanstep.ir.form import Kind
 from leanstep.ir.identity import Identity
+from leanstep.ir.notebook import html_card, html_lines, html_table
 from leanstep.ir.peak import Peak
 from leanstep.units import format_percent, format_seconds
 
@@ -55,7 +56,7 @@ class Plan(Saved):
     @property
     def host_bytes(self) -> int:
         """The pinned host memory that offloaded activations take."""
-        return sum(entry.nbytes for d in self.decisions for entry in d.offload)
+        return sum(decision.host_bytes for decision in self.decisions)
 
     @property
     def pairs(self) -> Iterator[tuple[Decision, Decision | None]]:
@@ -84,11 +85,21 @@ class Plan(Saved):
 
     def __str__(self) -> str:
         """What is planned, block by block; `explain()` says it op by op."""
-        proof = (
+        return "\n".join([self.explain().brief(), "", self._proof, *self.notes])
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook."""
+        said = self.explain()
+        rows = html_table(said.brief_rows(), left=(0, 1, 4))
+        closing = html_lines([self._proof, *self.notes])
+        return html_card(said.title, html_lines(said.summary()), rows, closing)
+
+    @property
+    def _proof(self) -> str:
+        return (
             f"at most {format_percent(self.gap)} from the least extra time of any such plan "
             f"(proved bound {format_seconds(self.bound_seconds)})"
         )
-        return "\n".join([self.explain().brief(), "", proof, *self.notes])
 
     def check(self) -> None:
         """Raise PlanError unless the plan is one that can be applied."""

@@ -9,6 +9,7 @@ from leanstep.ir.exclusion import Exclusion
 from leanstep.ir.form import Kind
 from leanstep.ir.graph import Block, Graph
 from leanstep.ir.identity import Identity
+from leanstep.ir.notebook import html_card, html_lines, html_table
 from leanstep.ir.text import table
 from leanstep.units import format_bytes, format_seconds
 
@@ -118,14 +119,26 @@ class Profile(Saved):
 
     def __str__(self) -> str:
         """What a person wants to know first: the peak, the time, and where they come from."""
+        lines = [self._title, "", *table(self._rows, left=(0, 1)), "", *self.notes]
+        return "\n".join(lines).rstrip()
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook."""
+        rows = [("", ""), *self._rows]
+        return html_card(self._title, html_table(rows, left=(0, 1)), html_lines(self.notes))
+
+    @property
+    def _title(self) -> str:
         device = f"{self.device} (estimated)" if self.estimated else self.device
-        rows = [
+        return f"{self.model} · {device} · torch {self.torch_version}"
+
+    @property
+    def _rows(self) -> list[tuple[str, str]]:
+        return [
             ("peak memory", format_bytes(self.peak_bytes)),
             ("step time", format_seconds(self.step_seconds)),
             ("recorded", f"{len(self.graph.ops)} ops, {len(self.blocks)} block calls"),
         ]
-        title = f"{self.model} · {device} · torch {self.torch_version}"
-        return "\n".join([title, "", *table(rows, left=(0, 1)), "", *self.notes]).rstrip()
 
     def check(self) -> None:
         """Raise unless the graph and its blocks obey their rules."""

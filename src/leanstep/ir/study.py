@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from leanstep.ir.codec import Saved
+from leanstep.ir.notebook import html_card, html_lines, html_table
 from leanstep.ir.text import table
 from leanstep.units import format_bytes, format_change, format_rate, format_seconds
 
@@ -96,6 +97,10 @@ class Sweep(Saved):
         """A table: a row a batch size, the untouched step beside the planned one."""
         return "\n".join([_title(self), "", *_table(self), "", *_closing(self)])
 
+    def _repr_html_(self) -> str:
+        """The same for a notebook."""
+        return html_card(_title(self), html_table(_rows(self), left=()), html_lines(_closing(self)))
+
 
 @dataclass(frozen=True, slots=True)
 class MaxBatch(Saved):
@@ -148,6 +153,12 @@ class MaxBatch(Saved):
         lines += [f"{len(self.trials)} batch sizes were tried:", *_table(self), "", *_closing(self)]
         return "\n".join(lines)
 
+    def _repr_html_(self) -> str:
+        """The same for a notebook."""
+        largest = html_table(list(_largest_rows(self)))
+        trials = html_table(_rows(self), left=())
+        return html_card(_title(self), largest, trials, html_lines(_closing(self)))
+
 
 def _title(study: Sweep | MaxBatch) -> str:
     budget = format_bytes(study.budget_bytes)
@@ -155,8 +166,11 @@ def _title(study: Sweep | MaxBatch) -> str:
 
 
 def _table(study: Sweep | MaxBatch) -> list[str]:
-    rows = [_row(trial, study.budget_bytes) for trial in study.trials]
-    return table([_HEADINGS, *rows], left=())
+    return table(_rows(study), left=())
+
+
+def _rows(study: Sweep | MaxBatch) -> list[Sequence[str]]:
+    return [_HEADINGS, *(_row(trial, study.budget_bytes) for trial in study.trials)]
 
 
 def _row(trial: Trial, budget_bytes: int) -> tuple[str, ...]:

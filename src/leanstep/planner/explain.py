@@ -92,6 +92,13 @@ class Account:
         )
 
 
+def untouched_peak(profile: Profile) -> Peak:
+    """The peak of a step that nobody has planned."""
+    line = timeline(profile, [])
+    point = line.points[line.peak]
+    return _Finder(profile, profile.blocks).peak(point, (), point.live_bytes)
+
+
 def freed_bytes(effect: Effect, position: int) -> Counter[int]:
     """By storage, how much less is live at a position; -1 is what the engine holds for itself."""
     freed: Counter[int] = Counter()

@@ -1,7 +1,7 @@
 """The public verb: from a profile and a budget to a plan."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from leanstep.blockgraph import BlockGraph
 from leanstep.errors import BudgetError
@@ -27,6 +27,8 @@ MOST_SHARES = 5
 # Budgets tried for the least reachable peak with the host's help.
 FLOOR_TRIALS = 4
 
+Roomier = tuple[Problem, Callable[[Solution], Solution]]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Space:
@@ -38,6 +40,15 @@ class Space:
     parts: Parts
     problem: Problem
     exact: bool = True
+    # Worked out once for all budgets: it takes as long as a plan.
+    _rooms: dict[tuple[float, float], Roomier] = field(default_factory=dict, repr=False)
+
+    def roomier(self, share: float, least_seconds: float) -> Roomier:
+        """The problem with so much of what the link could move gone to the host."""
+        key = share, least_seconds
+        if key not in self._rooms:
+            self._rooms[key] = roomier(self.profile, self.problem, self.parts.alone, *key)
+        return self._rooms[key]
 
     @property
     def views(self) -> tuple[BlockGraph, ...]:
@@ -207,8 +218,7 @@ def _with_more_room(
         return None
 
     def solved(share: float) -> Solution:
-        parts = space.parts.alone
-        problem, back = roomier(space.profile, space.problem, parts, share, least_seconds)
+        problem, back = space.roomier(share, least_seconds)
         return back(solver.solve(problem, budget_bytes))
 
     best, fits, too_much = None, 0.0, 1.0

@@ -48,7 +48,7 @@ def draw_memory(
     """Draw memory over the step, stacked by category; with a plan, before above after."""
     drawn = [("untouched", before)] + ([("planned", after)] if after is not None else [])
     curves = [(name, curve.thinned(_COLUMNS)) for name, curve in drawn]
-    figure = _figure(9, 3.2 * len(curves) + 0.6)
+    figure = new_figure(9, 3.2 * len(curves) + 0.6)
     grid = figure.subplots(len(curves), 1, sharex=True, sharey=True, squeeze=False)
     highest = max(max(curve.totals) for _, curve in curves)
     unit, scale = ("GiB", _GIB) if highest >= _GIB else ("MiB", _MIB)
@@ -99,7 +99,7 @@ def draw_sweep(study: Sweep | MaxBatch, path: Path) -> None:
 
     The largest batch of each is marked where it meets the budget.
     """
-    figure = _figure(12, 3.8)
+    figure = new_figure(12, 3.8)
     panels = peak, time, rate = figure.subplots(1, 3)
     for series in _series(study):
         batches = [batch for batch, _ in series.points]
@@ -172,7 +172,8 @@ def _known(points: Iterable[tuple[int, Reading | None]]) -> list[tuple[int, Read
     return [(batch, reading) for batch, reading in points if reading is not None]
 
 
-def _figure(width: float, height: float) -> "Figure":
+def new_figure(width: float, height: float) -> "Figure":
+    """An empty figure; says what to install where matplotlib is missing."""
     try:
         # The object, not pyplot: no window, and no setting of the user's is touched.
         from matplotlib.figure import Figure

@@ -9,6 +9,7 @@ from itertools import groupby
 
 from leanstep.ir import Block, Decision, Engine, Plan, Profile, Verdict
 from leanstep.ir.blocks import find_block
+from leanstep.ir.notebook import html_card, html_lines, html_table
 from leanstep.units import format_bytes, format_change, format_percent, format_seconds
 
 _WIDTH = 100
@@ -18,12 +19,26 @@ _BLOCK_HEADINGS = ("block", "calls", "engine", "dropped", "extra time", "why")
 
 def render(profile: Profile, plan: Plan, verdict: Verdict | None) -> str:
     """The summary of a fit as text of a fixed width."""
-    device = f"{profile.device} (estimated)" if profile.estimated else profile.device
-    lines = [f"leanstep · {profile.model} · {device} · solver {plan.solver}"]
+    lines = [_title(profile, plan)]
     lines += _table(_SUMMARY_HEADINGS, _summary(plan, verdict))
     lines += _table(_BLOCK_HEADINGS, _blocks(profile, plan))
     lines += [part for line in _closing(plan, verdict) for part in textwrap.wrap(line, _WIDTH)]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def render_html(profile: Profile, plan: Plan, verdict: Verdict | None) -> str:
+    """The same summary for a notebook."""
+    return html_card(
+        _title(profile, plan),
+        html_table([_SUMMARY_HEADINGS, *_summary(plan, verdict)]),
+        html_table([_BLOCK_HEADINGS, *_blocks(profile, plan)], left=(0, 2, 5)),
+        html_lines(_closing(plan, verdict)),
+    )
+
+
+def _title(profile: Profile, plan: Plan) -> str:
+    device = f"{profile.device} (estimated)" if profile.estimated else profile.device
+    return f"leanstep · {profile.model} · {device} · solver {plan.solver}"
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
