@@ -21,6 +21,7 @@ from leanstep.truth import (
     Peak,
     has_expandable_segments,
     measured_peak,
+    median_issue_seconds,
     median_seconds,
     resident_bytes,
 )
@@ -124,8 +125,17 @@ def judge(step: TrainingStep, applied: Applied, before: Look) -> Verdict:
         baseline_reserved_bytes=before.peak.reserved_bytes,
         measured_reserved_bytes=after.peak.reserved_bytes,
         expandable_segments=has_expandable_segments(step.device),
+        issue_seconds=_issue_seconds(step),
         beyond_tolerance=tuple(name for name, (far, most) in apart.items() if not far <= most),
     )
+
+
+def _issue_seconds(step: TrainingStep) -> float:
+    """What the CPU takes to issue the step; 0 on a CPU, which runs it at once."""
+    if step.device.type == "cpu":
+        return 0.0
+    with untouched(step):
+        return median_issue_seconds(step.run, step.device)
 
 
 def _with_spread(step: TrainingStep, applied: Applied, before: Look, new: Outcome) -> Look:

@@ -74,3 +74,16 @@ def test_an_untouched_step_that_does_not_fit_has_no_reserved_bytes():
 
     (row,) = [line for line in table.splitlines() if "reserved for it" in line]
     assert row.split() == ["reserved", "for", "it", "–", "13.0", "GiB", "–"]
+
+
+def test_a_step_that_the_cpu_cannot_issue_in_time_is_told_with_what_would_help():
+    profile, plan, verdict = fitted()
+    late = replace(verdict, predicted_seconds=0.077, measured_seconds=0.117, issue_seconds=0.115)
+
+    said = " ".join(render(profile, plan, late).split())
+    assert "the device waits for the CPU, which takes 115 ms to issue the planned step" in said
+
+    as_promised = replace(late, predicted_seconds=0.115)
+    busy = replace(late, issue_seconds=0.04)
+    for quiet in (verdict, as_promised, busy):
+        assert "waits for the CPU" not in render(profile, plan, quiet)

@@ -7,6 +7,11 @@ from leanstep.ir.codec import Saved
 # The share of the peak beyond which gaps in what the allocator holds are worth a word.
 _MUCH_WASTED = 0.1
 
+# The CPU is what a step waits for if issuing it takes nearly all of its time; that is worth a word
+# where the step is that much slower than promised.
+_MOSTLY = 0.85
+_MUCH_SLOWER = 1.05
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict(Saved):
@@ -27,6 +32,8 @@ class Verdict(Saved):
     The reserved bytes are the most that the allocator took from the device for a step, with the
     gaps between what was allocated; 0 where there is no such pool (CPU), or where the untouched
     step does not fit. With `expandable_segments` it can use most of the gaps.
+
+    `issue_seconds` is what the CPU takes to issue the planned step to a GPU; 0 on a CPU.
     """
 
     budget_bytes: int
@@ -50,6 +57,7 @@ class Verdict(Saved):
     baseline_reserved_bytes: int = 0
     measured_reserved_bytes: int = 0
     expandable_segments: bool = False
+    issue_seconds: float = 0.0
 
     @property
     def exact(self) -> bool:
@@ -67,3 +75,9 @@ class Verdict(Saved):
         gaps_bytes = self.measured_reserved_bytes - self.measured_peak_bytes
         is_much = gaps_bytes > _MUCH_WASTED * self.measured_peak_bytes
         return gaps_bytes if is_much and not self.expandable_segments else 0
+
+    @property
+    def waits_for_cpu(self) -> bool:
+        """Whether the planned step is slow because the device waits for what the CPU issues."""
+        is_issued_late = self.issue_seconds >= _MOSTLY * self.measured_seconds
+        return is_issued_late and self.measured_seconds > _MUCH_SLOWER * self.predicted_seconds

@@ -181,11 +181,21 @@ def _closing(plan: Plan, verdict: Verdict | None) -> Iterator[str]:
         yield f"NOT bit-equal to the untouched model: {shown} ({len(verdict.different)} in all)"
     if verdict is not None and not verdict.within_budget:
         yield "OVER BUDGET: the measured peak is above what was asked for"
+    if verdict is not None and verdict.waits_for_cpu:
+        yield _launch_advice(verdict)
     if verdict is not None and verdict.wasted_bytes:
         yield _wasted(verdict)
     yield from plan.notes
     if verdict is not None:
         yield f"measured: {'; '.join(verdict.assumptions)}"
+
+
+def _launch_advice(verdict: Verdict) -> str:
+    issued = format_seconds(verdict.issue_seconds)
+    return (
+        f"the device waits for the CPU, which takes {issued} to issue the planned step: a larger "
+        'batch costs next to nothing here, and engine="inductor" issues fewer kernels'
+    )
 
 
 def _wasted(verdict: Verdict) -> str:
