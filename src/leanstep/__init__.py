@@ -19,6 +19,7 @@ if _TYPE_CHECKING:
     from leanstep.api import apply as apply
     from leanstep.api import profile as profile
     from leanstep.api import verify as verify
+    from leanstep.cutter import segments as segments
     from leanstep.fitter import Fit as Fit
     from leanstep.fitter import fit as fit
     from leanstep.marks import keep as keep
@@ -45,6 +46,7 @@ __all__ = [
     "plan",
     "profile",
     "recompute",
+    "segments",
     "simulate",
     "verify",
 ]
@@ -58,6 +60,7 @@ _LAZY = {
     "plan": "leanstep.planner",
     "profile": "leanstep.api",
     "recompute": "leanstep.marks",
+    "segments": "leanstep.cutter",
     "simulate": "leanstep.simulator",
     "verify": "leanstep.api",
 }

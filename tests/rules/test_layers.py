@@ -73,8 +73,9 @@ MAY_IMPORT = {
     "models": BASE | {"models"},
     "api": STAGES,
     "fitter": STAGES | {"api"},
+    "cutter": STAGES | {"api"},
     "testing": PLANNER | {"testing"},
-    "__init__": STAGES | {"fitter", "api"},
+    "__init__": STAGES | {"fitter", "api", "cutter"},
     "integrations": {"integrations"},
     "cli": {"cli"},
     "__main__": {"cli"},
@@ -84,7 +85,7 @@ GUESTS = {"integrations", "cli", "__main__"}
 TORCH = {
     *("recorder", "profiler", "imagine", "estimator", "engines", "models", "integrations"),
     *("verifier", "truth", "fitter", "state", "step", "torch_private", "testing", "api", "marks"),
-    *("eager", "owners", "generators", "torch_compiler", "forms"),
+    *("eager", "owners", "generators", "torch_compiler", "forms", "cutter"),
 }
 WITHOUT_TORCH = (
     "planner",

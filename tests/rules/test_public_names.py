@@ -22,6 +22,7 @@ PUBLIC = [
     "plan",
     "profile",
     "recompute",
+    "segments",
     "simulate",
     "verify",
 ]

@@ -176,6 +176,7 @@ class SequentialRuntime:
 
     def __init__(self, stretches: dict[tuple[str, ...], BlockRuntime]) -> None:
         self.starts = {children[0]: (children, run) for children, run in stretches.items()}
+        self._holders: dict[tuple[str, ...], torch.nn.ModuleList] = {}
 
     def __call__(
         self,
@@ -195,9 +196,23 @@ class SequentialRuntime:
             if runtime is None:
                 hidden = stretch[0](hidden)
             else:
-                hidden = runtime(module, _run_stretch(stretch), (hidden,), {})
+                holder = self._holder(module, children, stretch)
+                hidden = runtime(holder, _run_stretch(stretch), (hidden,), {})
             place += len(children)
         return hidden
+
+    def _holder(
+        self,
+        module: torch.nn.Module,
+        children: tuple[str, ...],
+        stretch: list[torch.nn.Module],
+    ) -> torch.nn.Module:
+        """The children of a stretch as a module: what others do to the rest is none of its own."""
+        holder = self._holders.get(children)
+        if holder is None or any(a is not b for a, b in zip(holder, stretch, strict=True)):
+            holder = self._holders[children] = torch.nn.ModuleList(stretch)
+        holder.training = module.training
+        return holder
 
 
 def _run_stretch(stretch: list[torch.nn.Module]) -> Callable[..., Any]:
