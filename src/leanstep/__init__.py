@@ -22,6 +22,7 @@ if _TYPE_CHECKING:
     from leanstep.cutter import segments as segments
     from leanstep.fitter import Fit as Fit
     from leanstep.fitter import fit as fit
+    from leanstep.lazy import lean as lean
     from leanstep.marks import keep as keep
     from leanstep.marks import recompute as recompute
     from leanstep.planner import frontier as frontier
@@ -43,6 +44,7 @@ __all__ = [
     "fit",
     "frontier",
     "keep",
+    "lean",
     "plan",
     "profile",
     "recompute",
@@ -57,6 +59,7 @@ _LAZY = {
     "fit": "leanstep.fitter",
     "frontier": "leanstep.planner",
     "keep": "leanstep.marks",
+    "lean": "leanstep.lazy",
     "plan": "leanstep.planner",
     "profile": "leanstep.api",
     "recompute": "leanstep.marks",

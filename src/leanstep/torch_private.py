@@ -19,7 +19,7 @@ from torch.nn.modules import module as _modules
 # The step hooks that apply to every optimizer of the process.
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 # Flattens nested arguments (tuples, dicts, registered dataclasses) into leaves.
 from torch.utils._pytree import tree_flatten as tree_flatten
@@ -114,6 +114,12 @@ def saving_hooks_work() -> bool:
 def saving_hooks_are_set() -> bool:
     """Whether somebody's hooks take what autograd saves: `save_on_cpu`, or a checkpoint."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def top_saving_hooks() -> tuple[Any, Any] | None:
+    """The innermost hooks that take what autograd saves."""
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
 
 
 def inside_transform() -> bool:
@@ -440,3 +446,8 @@ def generator_bytes(state: torch.Tensor | None = None) -> bytes:
 def modes_are_active() -> bool:
     """Whether a dispatch mode watches ops: compiled code would not run then, and not again."""
     return bool(torch._C._len_torch_dispatch_stack() > 0)
+
+
+def is_innermost(mode: TorchDispatchMode) -> bool:
+    """Whether a dispatch mode is the one that sees ops first."""
+    return _get_current_dispatch_mode() is mode

@@ -74,8 +74,10 @@ MAY_IMPORT = {
     "api": STAGES,
     "fitter": STAGES | {"api"},
     "cutter": STAGES | {"api"},
+    "firststep": STAGES | {"api"},
+    "lazy": STAGES | {"api", "firststep"},
     "testing": PLANNER | {"testing"},
-    "__init__": STAGES | {"fitter", "api", "cutter"},
+    "__init__": STAGES | {"fitter", "api", "cutter", "lazy"},
     "integrations": {"integrations"},
     "cli": {"cli"},
     "__main__": {"cli"},
@@ -86,6 +88,7 @@ TORCH = {
     *("recorder", "profiler", "imagine", "estimator", "engines", "models", "integrations"),
     *("verifier", "truth", "fitter", "state", "step", "torch_private", "testing", "api", "marks"),
     *("eager", "owners", "generators", "torch_compiler", "forms", "cutter"),
+    *("firststep", "lazy"),
 }
 WITHOUT_TORCH = (
     "planner",

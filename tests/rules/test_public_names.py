@@ -19,6 +19,7 @@ PUBLIC = [
     "fit",
     "frontier",
     "keep",
+    "lean",
     "plan",
     "profile",
     "recompute",

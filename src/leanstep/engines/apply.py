@@ -1,6 +1,6 @@
 """Apply a plan to a model, and undo it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from leanstep.engines.attach import attach, can_attach, detach, is_attached
+from leanstep.engines.attach import Runner, attach, can_attach, detach, is_attached
 from leanstep.engines.module import check_own
 from leanstep.engines.observer import Observer
 from leanstep.engines.parking import Lot
@@ -174,7 +174,7 @@ def _runner(
 class SequentialRuntime:
     """Run a Sequential whose children form blocks of their own."""
 
-    def __init__(self, stretches: dict[tuple[str, ...], BlockRuntime]) -> None:
+    def __init__(self, stretches: Mapping[tuple[str, ...], Runner]) -> None:
         self.starts = {children[0]: (children, run) for children, run in stretches.items()}
         self._holders: dict[tuple[str, ...], torch.nn.ModuleList] = {}
 
