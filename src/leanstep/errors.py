@@ -17,7 +17,7 @@ are attributes too, so that a program need not read the text; they are set once 
 change.
 """
 
-from functools import partial
+import functools
 from typing import ClassVar, Final
 
 
@@ -95,7 +95,7 @@ class BudgetError(LeanstepError):
         names = ("op", "module", "source", "overrides", "left_out", "breakdown", "is_least")
         facts = {name: getattr(self, name) for name in names}
         given = self.budget_bytes, self.floor_bytes
-        return partial(BudgetError, **facts), given, self.__dict__
+        return functools.partial(BudgetError, **facts), given, self.__dict__
 
     def _sentence(self) -> str:
         # Imported late: units raises errors of this module.
