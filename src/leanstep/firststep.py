@@ -90,6 +90,10 @@ class FirstStep:
         # The model's own call has begun before there was a hook on it.
         recording.enter("", step.model)
 
+    def end_forward(self) -> None:
+        """Note that the model's call has ended, where no hook on it tells."""
+        self._recording.leave()
+
     def begin_optimizer(self) -> None:
         """Note that the optimizer's step begins."""
         mark_gradients(self._step, self._recording)

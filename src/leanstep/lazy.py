@@ -5,7 +5,7 @@
 `fit` runs a handful of steps of its own before training begins; for that it needs a batch and the
 loss. Here neither is asked for: the first step of the user's own loop is recorded as it runs
 (`firststep.py`), with every block recomputed so that it fits where the plan will; when its
-optimizer has stepped, the plan is made and applied, and everything that watched is taken away.
+optimizer has stepped, the plan is made and applied, and nothing watches any more.
 
 What `fit` finds out by a dry run is found out in that first step too: every tensor that was dropped
 is compared with a checksum when it comes back. Not looked at is the untouched step's own peak; the
@@ -49,6 +49,7 @@ class Lean:
         self._first: FirstStep | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._handles: list[Any] = []
+        self._optimizer_handles: list[Any] = []
         self._taken = Taken()
         self._takes_over = False
 
@@ -63,8 +64,10 @@ class Lean:
         return str(self)
 
     def remove(self) -> None:
-        """Give the model back exactly as it was, at any time."""
+        """Give the model back exactly as it was, at any time between steps."""
         self._stop_watching()
+        while self._optimizer_handles:
+            self._optimizer_handles.pop().remove()
         if self._first is not None:
             self._first.abandon()
             self._first = None
@@ -73,30 +76,39 @@ class Lean:
             self._applied = None
         self._taken.give_back()
 
-    def watch(self, optimizer: torch.optim.Optimizer | None, *, takeover: bool = False) -> None:
-        """Wait for the first step; again, with the optimizer once it is there."""
+    def watch(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        takeover: bool = False,
+        calls: bool = True,
+    ) -> None:
+        """Wait for the first step; again, with the optimizer once it is there.
+
+        Without `calls` the model's own calls say nothing: a host that trains without calling it
+        says when a step begins and when its forward ends.
+        """
         if self.plan is not None:
             return
-        self._stop_watching()
+        self.remove()
         self._optimizer = _innermost(optimizer)
         self._takes_over = takeover
-        hook = self.model.register_forward_pre_hook(self._before_call, with_kwargs=True)
-        after = self.model.register_forward_hook(self._after_call, always_call=True)
-        self._handles = [hook, after]
+        if calls:
+            self._handles = [
+                self.model.register_forward_pre_hook(self._before_call, with_kwargs=True),
+                self.model.register_forward_hook(self._after_call, always_call=True),
+            ]
         if self._optimizer is not None:
-            self._handles += [
+            # They stay when the plan is made, and do nothing: an optimizer that runs its hooks
+            # does not let go of one.
+            self._optimizer_handles = [
                 self._optimizer.register_step_pre_hook(self._before_update),
                 self._optimizer.register_step_post_hook(self._after_update),
             ]
 
-    def _stop_watching(self) -> None:
-        while self._handles:
-            self._handles.pop().remove()
-
-    def _before_call(
-        self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        if not torch.is_grad_enabled() or in_backward():
+    def begin_step(self, batch: Any) -> None:
+        """Note that a step begins; only the first matters."""
+        if self.plan is not None or not torch.is_grad_enabled() or in_backward():
             return
         first = self._first
         if first is not None and not first.has_seen_backward and not first.has_failed:
@@ -109,13 +121,26 @@ class Lean:
             # Gradients are accumulated: the last batch before the update is the one to plan for.
             # Or backward has failed, and is tried again.
             first.abandon()
-        self._begin(args, kwargs)
+        self._begin(batch)
 
-    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def end_forward(self) -> None:
+        """Note that a step's forward has ended, where the model's calls do not tell."""
+        if self._first is not None:
+            self._first.end_forward()
+
+    def _stop_watching(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _before_call(
+        self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.begin_step(kwargs if not args else args if not kwargs else (args, kwargs))
+
+    def _begin(self, batch: Any) -> None:
         if not self._taken.put_back:
             with taken_over(self.model, self._takes_over) as self._taken:
                 refuse_fitted(self.model)
-        batch: Any = kwargs if not args else args if not kwargs else (args, kwargs)
         self._first = FirstStep(make_step(self.model, batch, None, self._optimizer))
         try:
             self._first.begin()
@@ -151,7 +176,7 @@ class Lean:
             self.plan = self._make_plan(self.profile)
         except BaseException:
             first.abandon()
-            self.remove()
+            self._taken.give_back()
             raise
         return_cached(next(self.model.parameters()).device)
         self._applied = engines.apply(self.model, self.plan)

@@ -123,6 +123,8 @@ def imports_of(path: Path) -> set[tuple[str, str]]:
 
 
 def is_layer(name: str) -> bool:
+    if not name:
+        return False
     return name in MAY_IMPORT or (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file()
 
 

@@ -313,6 +313,19 @@ def test_block_that_does_not_repeat_itself_is_refused_before_a_number_is_wrong(l
     one_step(model, lab.rows(), lab.mean_square, optimizer)
 
 
+def test_other_hooks_of_the_optimizer_run_as_before() -> None:
+    model, batch, loss, optimizer = models.build("gpt2-tiny")
+    leanstep.lean(model, optimizer, budget="80%")
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+
+    for _ in range(3):
+        one_step(model, batch, loss, optimizer)
+
+    assert seen == 3 * ["before", "after"]
+
+
 def test_unusable_arguments_are_refused_at_once() -> None:
     model, _, _, optimizer = models.build("gpt2-tiny")
     with pytest.raises(InputError, match="budget"):

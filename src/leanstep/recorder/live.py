@@ -117,8 +117,9 @@ class LiveRecording(StepRecording):
 
     def _phase(self) -> Phase:
         phase = super()._phase()
-        is_past = self.has_seen_backward and not self._has_optimizer
-        # Nobody says when an optimizer that is not known begins.
+        # Nobody says when an optimizer begins that is not known, or that runs the step inside its
+        # own; it does not ask for gradients.
+        is_past = self.has_seen_backward and not (self._has_optimizer and torch.is_grad_enabled())
         return Phase.OPTIMIZER if is_past and phase is Phase.FORWARD else phase
 
     def drop_open_calls(self) -> None:
