@@ -22,11 +22,13 @@ if _TYPE_CHECKING:
     from leanstep.cutter import segments as segments
     from leanstep.fitter import Fit as Fit
     from leanstep.fitter import fit as fit
+    from leanstep.fitter import from_config as from_config
     from leanstep.lazy import lean as lean
     from leanstep.marks import keep as keep
     from leanstep.marks import recompute as recompute
     from leanstep.planner import frontier as frontier
     from leanstep.planner import plan as plan
+    from leanstep.reduction import reduce_gradients as reduce_gradients
     from leanstep.simulator import simulate as simulate
 
 __version__ = "0.1.0"
@@ -42,12 +44,14 @@ __all__ = [
     "__version__",
     "apply",
     "fit",
+    "from_config",
     "frontier",
     "keep",
     "lean",
     "plan",
     "profile",
     "recompute",
+    "reduce_gradients",
     "segments",
     "simulate",
     "verify",
@@ -57,12 +61,14 @@ _LAZY = {
     "Fit": "leanstep.fitter",
     "apply": "leanstep.api",
     "fit": "leanstep.fitter",
+    "from_config": "leanstep.fitter",
     "frontier": "leanstep.planner",
     "keep": "leanstep.marks",
     "lean": "leanstep.lazy",
     "plan": "leanstep.planner",
     "profile": "leanstep.api",
     "recompute": "leanstep.marks",
+    "reduce_gradients": "leanstep.reduction",
     "segments": "leanstep.cutter",
     "simulate": "leanstep.simulator",
     "verify": "leanstep.api",

@@ -25,7 +25,9 @@ from leanstep.errors import InputError
 from leanstep.firststep import FirstStep
 from leanstep.ir import Plan, Profile
 from leanstep.owners import Taken, taken_over
+from leanstep.recorder.identity import identity_of
 from leanstep.reporters.terminal import render
+from leanstep.sharing import check_same, shared_plan, together
 from leanstep.solvers.base import Solver
 from leanstep.solvers.registry import find_solver
 from leanstep.step import make_step
@@ -138,6 +140,8 @@ class Lean:
         self.begin_step(kwargs if not args else args if not kwargs else (args, kwargs))
 
     def _begin(self, batch: Any) -> None:
+        if self._first is None:
+            check_same(identity_of(self.model))
         if not self._taken.put_back:
             with taken_over(self.model, self._takes_over) as self._taken:
                 refuse_fitted(self.model)
@@ -172,8 +176,8 @@ class Lean:
         assert first is not None
         self._stop_watching()
         try:
-            self.profile = first.finish()
-            self.plan = self._make_plan(self.profile)
+            profile = self.profile = together(first.finish)
+            self.plan = shared_plan(lambda: self._make_plan(profile))
         except BaseException:
             first.abandon()
             self._taken.give_back()

@@ -72,6 +72,11 @@ def current_node() -> Any | None:
     return torch._C._current_autograd_node()
 
 
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call something when the backward that runs now has ended; what DDP does."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
 def node_number(node: Any) -> int:
     """The number a node got when forward created it."""
     number: int = node._sequence_nr()

@@ -38,7 +38,7 @@ STAGES = (
     PLANNER
     | RECORDER
     | {"owners", "marks", "profiler", "imagine", "estimator", "engines", "verifier", "reporters"}
-    | {"forms"}
+    | {"forms", "sharing", "reduction", "config"}
 )
 
 MAY_IMPORT = {
@@ -63,6 +63,9 @@ MAY_IMPORT = {
     "state": IR | {"torch_private", "step", "generators"},
     "truth": IR | {"torch_private", "step", "state"},
     "marks": BASE,
+    "sharing": IR,
+    "reduction": BASE | {"torch_private"},
+    "config": PLANNER,
     "recorder": RECORDER,
     "profiler": RECORDER | {"profiler"},
     "imagine": RECORDER | {"imagine"},
@@ -88,7 +91,7 @@ TORCH = {
     *("recorder", "profiler", "imagine", "estimator", "engines", "models", "integrations"),
     *("verifier", "truth", "fitter", "state", "step", "torch_private", "testing", "api", "marks"),
     *("eager", "owners", "generators", "torch_compiler", "forms", "cutter"),
-    *("firststep", "lazy"),
+    *("firststep", "lazy", "sharing", "reduction"),
 }
 WITHOUT_TORCH = (
     "planner",
