@@ -38,7 +38,7 @@ from leanstep.recorder.signatures import Signatures
 from leanstep.recorder.step import adopt_static, mark_gradients, module_hooks
 from leanstep.recorder.values import has_storage
 from leanstep.step import TrainingStep
-from leanstep.torch_private import is_innermost, top_saving_hooks
+from leanstep.torch_private import is_innermost, local_tensor, top_saving_hooks
 from leanstep.truth import OpMeter, resident_bytes
 
 RECORDED_LIVE = "recorded from the first training step: its time is the sum over its ops"
@@ -104,11 +104,8 @@ class FirstStep:
         step, recording = self._step, self._recording
         if not recording.in_optimizer:
             mark_gradients(step, recording)
-        found = (
-            recording.book.find(tensor)
-            for tensor in step.optimizer_tensors()
-            if has_storage(tensor)
-        )
+        tensors = filter(has_storage, map(local_tensor, step.optimizer_tensors()))
+        found = [recording.book.find(tensor) for tensor in tensors]
         made = frozenset(n for n in found if n is not None and recording.births[n] >= 0)
         self._close()
         recording.drop_open_calls()

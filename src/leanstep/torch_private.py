@@ -41,6 +41,27 @@ def storage_address(tensor: torch.Tensor) -> int:
     return address
 
 
+# What a tensor class has that is made of others, as DTensor is; same name in torch 2.11 to 2.13.
+_WRAPS = "__tensor_flatten__"
+
+
+def wraps_others(kind: type) -> bool:
+    """Whether tensors of a class are made of other tensors: they have no memory themselves."""
+    return hasattr(kind, _WRAPS)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that is spread over several; any other is itself."""
+    if not wraps_others(type(tensor)):
+        return tensor
+    loaded = sys.modules.get("torch.distributed.tensor")
+    if loaded is None or not isinstance(tensor, loaded.DTensor):
+        return tensor
+    with torch.no_grad():
+        local: torch.Tensor = tensor.to_local()
+    return local
+
+
 def storage_use_count(address: int) -> int:
     """How many tensors share a storage that is alive and whose Python object was once made."""
     count: int = torch._C._storage_Use_Count(address)
@@ -310,6 +331,16 @@ class FakeTensorMode(_fake_tensor.FakeTensorMode):
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor has no memory of its own."""
     return isinstance(tensor, _fake_tensor.FakeTensor)
+
+
+def is_imagined(types: Sequence[type]) -> bool:
+    """Whether an op is run for its shapes alone, as DTensor does to plan its own.
+
+    A mode of torch's own, such as that of fake tensors, is asked after all others.
+    """
+    if any(issubclass(kind, _fake_tensor.FakeTensor) for kind in types):
+        return True
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def operator_that_asked(error: BaseException) -> str | None:

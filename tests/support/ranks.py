@@ -13,11 +13,19 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import leanstep
-from leanstep.torch_private import memory_event_bytes
+from leanstep.ir import Category, Fact
+from leanstep.torch_private import local_tensor, memory_event_bytes
 
 WIDTH = 64
 PIECE_BYTES = 64 << 10
@@ -120,6 +128,74 @@ def ddp_lean():
     lean = leanstep.lean(wrapped, optimizer, budget="85%")
     seen = train(wrapped, model, optimizer, batch, no_sync=wrapped.no_sync)
     return lean.plan, seen
+
+
+class Plain(Net):
+    """The same without the parameters that are not always used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(WIDTH, WIDTH)
+        del self.sometimes, self.never
+
+    def forward(self, x):
+        x = self.norm(self.first(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def fsdp_lean():
+    """Sharded parameters: untouched, and lean."""
+
+    def shard(model: Plain) -> None:
+        for block in model.blocks:
+            fully_shard(block, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+    return both(shard, seed=dist.get_rank())
+
+
+def tensor_parallel_lean():
+    """Modules whose tensors are spread over the ranks: untouched, and lean."""
+
+    def spread(model: Plain) -> None:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for block in model.blocks:
+            block.drop = nn.Identity()
+            parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+    return both(spread, seed=0)
+
+
+def both(distribute, seed: int):
+    found = {}
+    for is_lean in (False, True):
+        torch.manual_seed(1)
+        model = Plain()
+        distribute(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        batch = torch.randn(1024, WIDTH, generator=torch.Generator().manual_seed(seed))
+        lean = leanstep.lean(model, optimizer, budget="85%") if is_lean else None
+        torch.manual_seed(10 + seed)
+        found[is_lean] = []
+        for _ in range(4):
+            squares(model, batch).backward()
+            found[is_lean] += [local_tensor(p.grad).clone() for p in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+            found[is_lean] += [local_tensor(p.detach()).clone() for p in model.parameters()]
+    rerun = [key for d in lean.plan.decisions for key in d.drop]
+    collectives = [op.name for op in lean.profile.graph.ops if Fact.COLLECTIVE in op.facts]
+    shards = sum(s.nbytes for s in lean.profile.graph.storages if s.category is Category.PARAMETER)
+    whole = sum(p.nbytes for p in Plain().parameters())
+    return {
+        "untouched": found[False],
+        "lean": found[True],
+        "dropped": rerun,
+        "collectives": collectives,
+        "share": shards / whole,
+    }
 
 
 def other_model():

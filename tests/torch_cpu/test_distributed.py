@@ -62,7 +62,8 @@ def once(tmp_path_factory, world: int, scenarios: list[str]) -> list[dict]:
 def two(tmp_path_factory) -> list[dict]:
     right = ["ddp", "by_hand", "ddp_accumulated", "by_hand_accumulated", "ddp_fitted", "ddp_lean"]
     wrong = [scenario for scenario, *_ in WRONG]
-    return once(tmp_path_factory, 2, [*right, *wrong, "memory"])
+    others = ["memory", "fsdp_lean", "tensor_parallel_lean"]
+    return once(tmp_path_factory, 2, [*right, *wrong, *others])
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +111,19 @@ def test_planned_ddp_trains_the_numbers_of_ddp_by_one_plan(request, world, scena
         assert differences(rank["ddp"], ours["seen"]) == []
         assert ours["decisions"] == ranks[0][scenario]["decisions"]
         assert any(decision["drop"] for decision in ours["decisions"])
+
+
+@pytest.mark.parametrize("scenario", ["fsdp_lean", "tensor_parallel_lean"])
+def test_sharded_models_train_the_same_numbers_and_recompute_no_collective(two, scenario) -> None:
+    for rank in two:
+        found = rank[scenario]
+        assert "error" not in found, found
+        assert differences(found["untouched"], found["lean"]) == []
+        assert found["dropped"] and found["dropped"] == two[0][scenario]["dropped"]
+        assert found["collectives"]
+        assert not any("c10d" in key or "fsdp" in key for key in found["dropped"])
+        # What is spread over the ranks counts by the part that is here.
+        assert found["share"] < 0.7
 
 
 @pytest.mark.parametrize(("scenario", "error", "message"), WRONG)

@@ -93,12 +93,14 @@ class StepRecording(torch_private.TorchDispatchMode):
 
     def adopt(self, tensor: torch.Tensor, category: Category) -> None:
         """Register a tensor that exists before the step."""
+        tensor = torch_private.local_tensor(tensor)
         if has_storage(tensor) and self.book.find(tensor) is None:
             self._add_storage(tensor, birth=-1)
             self.categories[len(self.nbytes) - 1] = category
 
     def mark(self, tensor: torch.Tensor, category: Category) -> None:
         """Say what a storage that was born in the step is for."""
+        tensor = torch_private.local_tensor(tensor)
         if has_storage(tensor) and (number := self.book.find(tensor)) is not None:
             self.categories.setdefault(number, category)
 
@@ -113,9 +115,13 @@ class StepRecording(torch_private.TorchDispatchMode):
     ) -> Any:
         """Run one op and write it down."""
         kwargs = kwargs or {}
+        if any(map(torch_private.wraps_others, types)):
+            # It is taken apart first; the ops on its parts come here again.
+            return NotImplemented
         # Marks in a trace (`record_function`, every optimizer's step) compute nothing, nor does a
         # question for a fake tensor's device.
-        if self._internal or func.namespace in ("profiler", "prim"):
+        is_aside = self._internal or func.namespace in ("profiler", "prim")
+        if is_aside or (not self.meter.sees_fakes and torch_private.is_imagined(types)):
             return func(*args, **kwargs)
         info = op_info(func)
         self._poll_natural_deaths()

@@ -6,12 +6,13 @@ from collections.abc import Callable
 import torch
 
 from leanstep.ir import Value
-from leanstep.torch_private import storage_address
+from leanstep.torch_private import storage_address, wraps_others
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a plain strided one, with a storage of its own or shared."""
-    return tensor.layout is torch.strided and not tensor.is_quantized
+    is_strided = tensor.layout is torch.strided and not tensor.is_quantized
+    return is_strided and not wraps_others(type(tensor))
 
 
 class StorageBook:
