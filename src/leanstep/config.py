@@ -20,8 +20,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from leanstep.errors import InputError
 from leanstep.planner.options import check_engine
 from leanstep.solvers.base import Solver
@@ -75,6 +73,9 @@ def read_config(path: str | Path) -> Config:
 
 
 def _table(path: Path, text: str) -> Mapping[str, Any]:
+    # Late: nobody who has no such file needs it.
+    import yaml
+
     try:
         content = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
     except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:

@@ -168,8 +168,7 @@ class FirstStep:
                 category = recording.categories.get(number)
                 live[category.value if category else "activation"] += nbytes
         live["other"] += self._other_bytes
-        total = torch.cuda.get_device_properties(device).total_memory if device.index else 0
-        level = sum(live.values())
-        return BudgetError(
-            total or level, level, op=op, breakdown=tuple((+live).items()), is_least=False
-        )
+        level = total = sum(live.values())
+        if device.type == "cuda":
+            total = torch.cuda.get_device_properties(device).total_memory
+        return BudgetError(total, level, op=op, breakdown=tuple((+live).items()), is_least=False)

@@ -152,9 +152,10 @@ class Lean:
             self.remove()
             raise
 
-    def _after_call(self, *_: Any) -> None:
-        if sys.exc_info()[0] is not None and self._first is not None:
-            # Forward raised: whoever catches that may try again with a smaller batch.
+    def _after_call(self, model: torch.nn.Module, args: Any, result: Any) -> None:
+        has_raised = result is None and sys.exc_info()[0] is not None
+        if has_raised and self._first is not None:
+            # Whoever catches that may try again with a smaller batch.
             self._first.fail()
 
     def _before_update(self, *_: Any) -> None:

@@ -254,11 +254,14 @@ def test_evaluation_before_and_an_error_in_forward_do_not_count() -> None:
 
     with torch.no_grad():
         loss(model, batch)
-    with pytest.raises(IndexError):
+    try:
         loss(model, {**batch, "tokens": batch["tokens"] + 10**6})
-    assert lean.plan is None
+    except IndexError:
+        assert lean.plan is None
+        # Here, while the error is being handled.
+        got = trained(model, batch, loss, optimizer)
 
-    assert_equal(expected, trained(model, batch, loss, optimizer))
+    assert_equal(expected, got)
     assert lean.plan is not None
 
 
