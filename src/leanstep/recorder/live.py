@@ -24,7 +24,7 @@ import torch
 from leanstep.ir import Category, Graph, Op, Phase, Save, Storage, Unpack, Value
 from leanstep.recorder.step import Saved, StepRecording
 from leanstep.recorder.values import has_storage
-from leanstep.torch_private import storage_address
+from leanstep.torch_private import storage_address, storage_use_count
 
 Pack = Callable[[torch.Tensor], Any]
 Unpacker = Callable[[Any], torch.Tensor]
@@ -139,12 +139,17 @@ class LiveRecording(StepRecording):
 
     def _let_go(self, key: int, number: int) -> None:
         self._engine_holds.pop(key, None)
-        if number in self._holds:
-            self._poll_natural_deaths()
-        if number in self._holds:
-            self._holds[number] -= 1
-            if not self._holds[number]:
-                del self._holds[number]
+        holds = self._holds.get(number)
+        if holds is None:
+            return
+        if storage_use_count(self._addresses[number]) <= holds:
+            self.natural_deaths[number] = self._started - 1
+            del self._holds[number]
+        elif holds > 1:
+            self._holds[number] = holds - 1
+        else:
+            # Python outlives the engine: the natural death is the real one.
+            del self._holds[number]
 
     def released(self, index: int) -> None:
         """Note that autograd let a saved tensor go."""
