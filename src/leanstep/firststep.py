@@ -17,6 +17,7 @@ gradients there from the start and with the optimizer's step, is what plans are 
 
 import dataclasses
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -28,7 +29,7 @@ from leanstep.engines.attach import attach, can_attach, detach
 from leanstep.engines.scope import ModulePaths, Scope
 from leanstep.engines.witnessed import WitnessedBlock
 from leanstep.errors import BudgetError, InputError
-from leanstep.ir import Profile
+from leanstep.ir import Block, Engine, Exclusion, Profile
 from leanstep.ir.check import check_graph
 from leanstep.marks import marks_of
 from leanstep.recorder.blocks import guess_blocks
@@ -65,6 +66,7 @@ class FirstStep:
         )
         self._recording.out_of_memory = self._out_of_memory
         self._other_bytes = 0
+        self._tried: list[tuple[str, tuple[str, ...]]] = []
 
     @property
     def has_seen_backward(self) -> bool:
@@ -113,7 +115,12 @@ class FirstStep:
         check_graph(graph)
         draft = assemble(step, graph, self._signatures, self._company, Took())
         # The link between device and host was not tried out in this step.
-        draft = dataclasses.replace(draft, link=None, notes=(*draft.notes, RECORDED_LIVE))
+        draft = dataclasses.replace(
+            draft,
+            link=None,
+            notes=(*draft.notes, RECORDED_LIVE),
+            exclusions=tuple(dict.fromkeys(self._untried(draft.blocks))),
+        )
         return with_peak(draft, self._other_bytes, 0)
 
     def fail(self) -> None:
@@ -140,21 +147,35 @@ class FirstStep:
     def _recompute_all(self) -> None:
         model = self._step.model
         modules = dict(model.named_modules())
-        kept = {path for path, action in marks_of(model) if action == "keep"}
+        marks = dict(marks_of(model))
         paths = ModulePaths(model, ())
-        whole, stretches = guess_blocks(model)
+        whole, stretches = guess_blocks(model, [p for p, mark in marks.items() if mark != "keep"])
         for path in whole:
-            if path not in kept and can_attach(modules[path]):
+            if marks.get(path) != "keep" and _may_repeat(modules[path]):
                 block = WitnessedBlock(Scope(paths, path, is_checked=True), self._recording)
                 self._attach(modules[path], block)
+                self._tried.append((path, ()))
         by_path: dict[str, dict[tuple[str, ...], WitnessedBlock]] = {}
         for path, children in stretches:
-            if path not in kept and can_attach(modules[path]):
+            if marks.get(path) != "keep" and _may_repeat(modules[path]):
                 scope = Scope(paths, path, children, is_checked=True)
                 block = WitnessedBlock(scope, self._recording)
                 by_path.setdefault(path, {})[children] = block
+                self._tried.append((path, children))
         for path, blocks in by_path.items():
             self._attach(modules[path], SequentialRuntime(blocks))
+
+    def _untried(self, blocks: Sequence[Block]) -> Iterator[Exclusion]:
+        """The blocks that were not recomputed: nobody has seen whether they repeat themselves."""
+        whole = [path for path, children in self._tried if not children]
+        for block in blocks:
+            is_inside = any(f"{block.path}.".startswith(f"{path}.") for path in whole)
+            tried = {name for path, names in self._tried if path == block.path for name in names}
+            module = self._step.model.get_submodule(block.path)
+            names = block.children or tuple(name for name, _ in module.named_children())
+            if not is_inside and not (tried and tried.issuperset(names)):
+                reason = "it was not recomputed in the first step"
+                yield Exclusion(block.path, block.children, Engine.REPLAY, reason)
 
     def _attach(self, module: torch.nn.Module, runner: WitnessedBlock | SequentialRuntime) -> None:
         attach(module, runner)
@@ -172,3 +193,13 @@ class FirstStep:
         if device.type == "cuda":
             total = torch.cuda.get_device_properties(device).total_memory
         return BudgetError(total, level, op=op, breakdown=tuple((+live).items()), is_least=False)
+
+
+def _may_repeat(module: torch.nn.Module) -> bool:
+    """Whether a block can be recomputed unseen.
+
+    Recurrent layers leave a workspace whose unused bytes are never the same; `fit` tells such
+    blocks in a dry run.
+    """
+    has_cells = any(isinstance(inner, torch.nn.RNNBase) for inner in module.modules())
+    return can_attach(module) and not has_cells

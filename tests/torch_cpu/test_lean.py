@@ -329,6 +329,36 @@ def test_other_hooks_of_the_optimizer_run_as_before() -> None:
     assert seen == 3 * ["before", "after"]
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(48, 48, batch_first=True)
+        self.out = nn.Linear(48, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.out(self.cells(x[None])[0][0]))
+
+
+def test_blocks_that_were_not_recomputed_in_the_first_step_are_not_planned(lab) -> None:
+    def make():
+        torch.manual_seed(1)
+        blocks = [Recurrent() if place == 1 else lab.Block(steady) for place in range(4)]
+        model = lab.Stack(blocks)
+        return model, lab.rows(), lab.mean_square, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    expected = trained(*make())
+    model, batch, loss, optimizer = make()
+    lean = leanstep.lean(model, optimizer, budget="100%", overrides={"blocks.*": "recompute"})
+
+    assert_equal(expected, trained(model, batch, loss, optimizer))
+    assert lean.plan is not None
+    assert [d.path for d in lean.plan.changed] == ["blocks.0", "blocks.2", "blocks.3"]
+
+
+def steady(block, x):
+    return x + block.b(torch.tanh(block.a(x)))
+
+
 def test_unusable_arguments_are_refused_at_once() -> None:
     model, _, _, optimizer = models.build("gpt2-tiny")
     with pytest.raises(InputError, match="budget"):

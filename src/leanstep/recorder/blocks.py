@@ -55,11 +55,13 @@ def find_blocks(model: nn.Module, graph: Graph, marked: Collection[str] = ()) ->
     return tuple(sorted(_blocks(graph, paths, stretches), key=lambda block: block.start))
 
 
-def guess_blocks(model: nn.Module) -> tuple[list[str], list[tuple[str, tuple[str, ...]]]]:
+def guess_blocks(
+    model: nn.Module, marked: Collection[str] = ()
+) -> tuple[list[str], list[tuple[str, tuple[str, ...]]]]:
     """The blocks as far as the modules alone tell, before any step was seen.
 
-    Paths of modules, and stretches of Sequentials. Nothing is planned by them: they are what is
-    recomputed in the first step of a lazily fitted model.
+    Paths of modules, and stretches of Sequentials; what a recorded step makes a block lies in one
+    of them. They are what is recomputed in the first step of a lazily fitted model.
     """
     modules = dict(model.named_modules())
     repeated = Counter(type(m) for m in modules.values() if _is_unit(m))
@@ -68,8 +70,15 @@ def guess_blocks(model: nn.Module) -> tuple[list[str], list[tuple[str, tuple[str
     for path, module in modules.items():
         if _is_inside(path, paths, stretches):
             continue
+        is_wanted = _is_unit(module) or path in marked
         is_repeated = _is_unit(module) and repeated[type(module)] >= 2
-        if path and is_repeated and max(_layers_by_kind(path, module).values(), default=0) < 2:
+        has_layers = max(_layers_by_kind(path, module).values(), default=0) >= 2
+        if (
+            path
+            and is_wanted
+            and not has_layers
+            and (is_repeated or _is_alone(path, module, modules, repeated))
+        ):
             paths.append(path)
         elif _is_container(module) and isinstance(module, nn.Sequential):
             stretches.extend((path, children) for children in _stretches(module))
