@@ -9,7 +9,7 @@ CODE := $(wildcard src tests examples benchmarks)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check format format-check lint types clean
+.PHONY: help demo test check format format-check lint types site clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -20,7 +20,7 @@ demo: $(STAMP) ## fit a small model into less memory and print the proof
 test: $(STAMP) ## run the tests
 	@$(BIN)/python -m pytest -n auto --maxprocesses=4
 
-check: format-check lint types test ## all that .ci/run holds: format, lint, types, tests
+check: format-check lint types site test ## all that .ci/run holds: format, lint, types, site, tests
 
 format: $(STAMP) ## rewrite the code in the one format, and fix what lint can fix
 	@$(BIN)/ruff format $(CODE)
@@ -34,6 +34,9 @@ lint: $(STAMP) ## fail on what ruff finds
 
 types: $(STAMP) ## fail on what mypy --strict finds in src
 	@$(BIN)/mypy
+
+site: $(STAMP) ## build the documentation into build/site; fail on a broken link
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 clean: ## remove caches, build output and .venv
 	@rm -rf $(VENV) build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis

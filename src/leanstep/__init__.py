@@ -23,12 +23,16 @@ if _TYPE_CHECKING:
     from leanstep.api import profile as profile
     from leanstep.api import verify as verify
     from leanstep.checkup import doctor as doctor
+    from leanstep.cutter import segments as segments
     from leanstep.fitter import Fit as Fit
     from leanstep.fitter import fit as fit
+    from leanstep.fitter import from_config as from_config
+    from leanstep.lazy import lean as lean
     from leanstep.marks import keep as keep
     from leanstep.marks import recompute as recompute
     from leanstep.planner import frontier as frontier
     from leanstep.planner import plan as plan
+    from leanstep.reduction import reduce_gradients as reduce_gradients
     from leanstep.reporters import report as report
     from leanstep.simulator import simulate as simulate
     from leanstep.study import max_batch as max_batch
@@ -50,14 +54,18 @@ __all__ = [
     "apply",
     "doctor",
     "fit",
+    "from_config",
     "frontier",
     "keep",
+    "lean",
     "load",
     "max_batch",
     "plan",
     "profile",
     "recompute",
+    "reduce_gradients",
     "report",
+    "segments",
     "simulate",
     "sweep",
     "verify",
@@ -68,13 +76,17 @@ _LAZY = {
     "apply": "leanstep.api",
     "doctor": "leanstep.checkup",
     "fit": "leanstep.fitter",
+    "from_config": "leanstep.fitter",
     "frontier": "leanstep.planner",
     "keep": "leanstep.marks",
+    "lean": "leanstep.lazy",
     "max_batch": "leanstep.study",
     "plan": "leanstep.planner",
     "profile": "leanstep.api",
     "recompute": "leanstep.marks",
+    "reduce_gradients": "leanstep.reduction",
     "report": "leanstep.reporters",
+    "segments": "leanstep.cutter",
     "simulate": "leanstep.simulator",
     "sweep": "leanstep.study",
     "verify": "leanstep.api",

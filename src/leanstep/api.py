@@ -119,7 +119,7 @@ def profile_for(step: TrainingStep, engine: str, *, exact: bool = True) -> Profi
     finally:
         applied.remove()
     draft = dataclasses.replace(draft, step_seconds=seconds, fits_device=fits, slack_bytes=0)
-    return _with_peak(draft, other_bytes, rise)
+    return with_peak(draft, other_bytes, rise)
 
 
 def unplanned_plan(profile: Profile) -> Plan:
@@ -140,16 +140,35 @@ def profile_step(step: TrainingStep) -> Profile:
         graph = record(step, signatures, attic=None if fits else Attic(), company=company)
         check_graph(graph)
         rise = _measured_rise(step, _repeats(graph)) if fits else 0
+    took = Took(seconds, issue, fits)
+    draft = assemble(step, graph, signatures, company, took)
+    return with_peak(draft, max(0, resident - static_bytes(draft)), rise)
+
+
+@dataclasses.dataclass(frozen=True)
+class Took:
+    """How long the untouched step took, and its issuing; 0 where that was not measured."""
+
+    seconds: float = 0.0
+    issue_seconds: float = 0.0
+    fits_device: bool = True
+
+
+def assemble(
+    step: TrainingStep, graph: Graph, signatures: Signatures, company: Company, took: Took
+) -> Profile:
+    """Time the ops of a recorded step and find its blocks; the peak is not yet in."""
     costs, notes = measure(signatures.specs, signatures.that_write(graph), step.device)
     ops_seconds = sum(costs[op.cost].seconds for op in graph.ops)
     marks = marks_of(step.model)
     blocks = find_blocks(step.model, graph, [path for path, _ in marks])
     check_blocks(graph, blocks)
-    draft = Profile(
+    is_bound = is_launch_bound(took.issue_seconds, ops_seconds, took.seconds)
+    return Profile(
         graph=graph,
         blocks=blocks,
         costs=tuple(with_recipes(costs, signatures.specs, step.device)),
-        step_seconds=seconds or ops_seconds,
+        step_seconds=took.seconds or ops_seconds,
         other_bytes=0,
         peak_bytes=0,
         device=device_name(step.device),
@@ -158,12 +177,11 @@ def profile_step(step: TrainingStep) -> Profile:
         gradients_kept=step.gradients_kept,
         marks=marks,
         notes=tuple(notes),
-        fits_device=fits,
+        fits_device=took.fits_device,
         company=tuple(company.notes(blocks)),
         link=measured_link(step.device),
-        issue_seconds=issue if is_launch_bound(issue, ops_seconds, seconds) else 0.0,
+        issue_seconds=took.issue_seconds if is_bound else 0.0,
     )
-    return _with_peak(draft, max(0, resident - static_bytes(draft)), rise)
 
 
 def is_launch_bound(issue_seconds: float, ops_seconds: float, step_seconds: float) -> bool:
@@ -199,7 +217,8 @@ def _measured_rise(step: TrainingStep, repeats: int) -> int:
         return 0
 
 
-def _with_peak(draft: Profile, other_bytes: int, measured_rise: int) -> Profile:
+def with_peak(draft: Profile, other_bytes: int, measured_rise: int) -> Profile:
+    """The profile with its peak: by its account and, where that is known, by the allocator."""
     whole = dataclasses.replace(draft, other_bytes=other_bytes)
     recorded_rise = simulate(whole).peak_bytes - static_bytes(whole)
     # Where blocks are cut differs from plan to plan.

@@ -18,6 +18,7 @@ change.
 """
 
 import difflib
+import functools
 from collections import abc
 from typing import ClassVar, Final
 
@@ -59,6 +60,8 @@ class BudgetError(LeanstepError):
         source: the line of the user's code that calls it, as ``model.py:88``.
         overrides: the user's own rules without which the budget could be met.
         left_out: a sentence for each block that did not repeat itself in a dry run.
+        breakdown: the bytes of each category at that peak, the largest first.
+        is_least: the floor is exact; else the step ended there, and needs more than that.
     """
 
     exit_code: ClassVar[int] = 3
@@ -70,6 +73,8 @@ class BudgetError(LeanstepError):
     source: Final[str | None]
     overrides: Final[tuple[str, ...]]
     left_out: Final[tuple[str, ...]]
+    breakdown: Final[tuple[tuple[str, int], ...]]
+    is_least: Final[bool]
 
     def __init__(
         self,
@@ -81,6 +86,8 @@ class BudgetError(LeanstepError):
         source: str | None = None,
         overrides: tuple[str, ...] = (),
         left_out: tuple[str, ...] = (),
+        breakdown: tuple[tuple[str, int], ...] = (),
+        is_least: bool = True,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.floor_bytes = floor_bytes
@@ -89,22 +96,33 @@ class BudgetError(LeanstepError):
         self.source = source
         self.overrides = overrides
         self.left_out = left_out
+        self.breakdown = tuple(sorted(breakdown, key=lambda part: -part[1]))
+        self.is_least = is_least
         super().__init__(self._sentence())
 
     def __reduce__(self) -> tuple[object, ...]:
         # The default hands the message to __init__, so a copy or a pickle between ranks would fail.
-        facts = {"op": self.op, "module": self.module, "source": self.source}
-        given = (self.budget_bytes, self.floor_bytes, facts, self.overrides, self.left_out)
-        return _budget_error, given, self.__dict__
+        names = ("op", "module", "source", "overrides", "left_out", "breakdown", "is_least")
+        facts = {name: getattr(self, name) for name in names}
+        given = self.budget_bytes, self.floor_bytes
+        return functools.partial(BudgetError, **facts), given, self.__dict__
 
     def _sentence(self) -> str:
         # Imported late: units raises errors of this module.
-        from leanstep.units import format_budget_up, format_bytes_apart
+        from leanstep.units import format_budget_up, format_bytes, format_bytes_apart
 
         budget, floor = format_bytes_apart(self.budget_bytes, self.floor_bytes)
+        held = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in self.breakdown)
+        there = f" There: {held}." if held else ""
+        if not self.is_least:
+            return (
+                f"the step does not fit {budget} with every block recomputed: at {floor} it ran "
+                f"out of memory{self._place()}.{there} Make the batch smaller, or shard the model."
+            )
         return (
             f"no plan fits {budget}{self._blame()}: the least reachable peak is "
-            f"{floor}{self._place()}. Raise the budget to {format_budget_up(self.floor_bytes)}, or "
+            f"{floor}{self._place()}.{there} Raise the budget to "
+            f"{format_budget_up(self.floor_bytes)}, or "
             f"{'take the override back' if self.overrides else 'make the batch smaller'}."
             f"{''.join(f' Blocks {line}.' for line in self.left_out)}"
         )
@@ -164,13 +182,3 @@ class VerifyError(LeanstepError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return VerifyError, (self.different,)
-
-
-def _budget_error(
-    budget_bytes: int,
-    floor_bytes: int,
-    facts: dict[str, str | None],
-    overrides: tuple[str, ...],
-    left_out: tuple[str, ...] = (),
-) -> BudgetError:
-    return BudgetError(budget_bytes, floor_bytes, **facts, overrides=overrides, left_out=left_out)

@@ -10,13 +10,24 @@ from typing import Any
 import torch
 
 from leanstep import engines, planner
-from leanstep.api import profile_for, refuse_fitted, unplanned_plan
+from leanstep.api import WITHOUT_LIMIT, profile_for, refuse_fitted, unplanned_plan
+from leanstep.config import read_config
 from leanstep.engines import Applied
 from leanstep.errors import BudgetError, MeasureError, VerifyError
 from leanstep.ir import Exclusion, Plan, Profile, Verdict
 from leanstep.owners import Taken, taken_over
 from leanstep.planner.options import check_engine
+from leanstep.recorder.identity import identity_of
+from leanstep.reduction import Reduction, reduce_gradients
 from leanstep.reporters import render, render_html, report
+from leanstep.sharing import (
+    check_same,
+    from_rank_0,
+    num_ranks,
+    refuse_communicating,
+    shared_plan,
+    together,
+)
 from leanstep.solvers.base import Solver
 from leanstep.solvers.registry import find_solver
 from leanstep.step import Loss, TrainingStep, make_step
@@ -37,6 +48,7 @@ class Fit:
     verdict: Verdict | None
     applied: Applied
     taken: Taken = field(default_factory=Taken)
+    reduction: Reduction | None = None
 
     def __str__(self) -> str:
         """The table a person reads."""
@@ -64,6 +76,8 @@ class Fit:
         """Give the model back exactly as it was."""
         self.applied.remove()
         self.taken.give_back()
+        if self.reduction is not None:
+            self.reduction.remove()
 
 
 def fit(
@@ -114,7 +128,10 @@ def fit(
     check_budget(budget)
     check_engine(engine)
     find_solver(solver)
-    step = make_step(model, batch, loss, optimizer, gradients_kept=gradients_kept)
+    make = partial(make_step, model, batch, loss, optimizer, gradients_kept=gradients_kept)
+    step = together(make)
+    refuse_communicating(model)
+    check_same(identity_of(model))
     with taken_over(model, takeover) as taken:
         make_plan = partial(
             planner.plan,
@@ -125,9 +142,69 @@ def fit(
             offload=offload,
         )
         refuse_fitted(model)
-        recorded = profile_for(step, engine, exact=exact)
-        fitted = _fit(step, recorded, budget, make_plan, verify=verify)
+        fitted = _fit_on_rank_0(
+            model,
+            lambda: _fit(
+                step, profile_for(step, engine, exact=exact), budget, make_plan, verify=verify
+            ),
+        )
     return replace(fitted, taken=taken)
+
+
+def from_config(
+    model: torch.nn.Module,
+    path: str | Path,
+    *,
+    batch: Any,
+    loss: Loss | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Fit:
+    """Fit a model as a file says: `leanstep.yaml`, `pyproject.toml`, or a VISSL file as it is.
+
+    See `docs/config.md` for its keys. With `splits` as a number and no budget, the step is cut as
+    the file says, whatever memory that takes. Gradients are averaged by hand where the file says
+    so and there is a process group.
+
+    Raises:
+        InputError: a key or a value of the file means nothing; the message says what is near.
+        BudgetError: no plan fits.
+    """
+    config = read_config(path)
+    without_budget = "60%" if config.splits is None else WITHOUT_LIMIT
+    fitted = fit(
+        model,
+        batch,
+        loss,
+        optimizer=optimizer,
+        budget=without_budget if config.budget is None else config.budget,
+        solver=config.chosen_solver,
+        engine=config.engine,
+        overrides=config.overrides,
+        verify=config.verify,
+        gradients_kept=config.gradients_kept,
+        exact=config.exact,
+        offload=config.offload and config.splits is None,
+        takeover=config.takeover,
+    )
+    if config.manual_gradient_reduction and num_ranks() > 1:
+        fitted = replace(fitted, reduction=reduce_gradients(model))
+    return fitted
+
+
+def _fit_on_rank_0(model: torch.nn.Module, fit_here: Callable[[], Fit]) -> Fit:
+    """Fit on rank 0, and apply its plan on all the others."""
+    own: list[Fit] = []
+
+    def work() -> tuple[Profile, Plan, Verdict | None]:
+        own.append(fit_here())
+        return own[0].profile, own[0].plan, own[0].verdict
+
+    recorded, plan, verdict = from_rank_0(work)
+    plan = shared_plan(lambda: plan)
+    if own:
+        return together(lambda: own[0])
+    applied = together(lambda: engines.apply(model, plan))
+    return Fit(recorded, plan, verdict, applied)
 
 
 def _fit(

@@ -19,7 +19,7 @@ from torch.nn.modules import module as _modules
 # The step hooks that apply to every optimizer of the process.
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 # Flattens nested arguments (tuples, dicts, registered dataclasses) into leaves.
 from torch.utils._pytree import tree_flatten as tree_flatten
@@ -39,6 +39,27 @@ def storage_address(tensor: torch.Tensor) -> int:
     """The identity of a tensor's storage, valid while the storage lives."""
     address: int = tensor.untyped_storage()._cdata
     return address
+
+
+# What a tensor class has that is made of others, as DTensor is; same name in torch 2.11 to 2.13.
+_WRAPS = "__tensor_flatten__"
+
+
+def wraps_others(kind: type) -> bool:
+    """Whether tensors of a class are made of other tensors: they have no memory themselves."""
+    return hasattr(kind, _WRAPS)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that is spread over several; any other is itself."""
+    if not wraps_others(type(tensor)):
+        return tensor
+    loaded = sys.modules.get("torch.distributed.tensor")
+    if loaded is None or not isinstance(tensor, loaded.DTensor):
+        return tensor
+    with torch.no_grad():
+        local: torch.Tensor = tensor.to_local()
+    return local
 
 
 def storage_use_count(address: int) -> int:
@@ -70,6 +91,11 @@ def in_backward() -> bool:
 def current_node() -> Any | None:
     """The autograd node being run, or the last one while its gradients are handed on."""
     return torch._C._current_autograd_node()
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call something when the backward that runs now has ended; what DDP does."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def node_number(node: Any) -> int:
@@ -114,6 +140,12 @@ def saving_hooks_work() -> bool:
 def saving_hooks_are_set() -> bool:
     """Whether somebody's hooks take what autograd saves: `save_on_cpu`, or a checkpoint."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def top_saving_hooks() -> tuple[Any, Any] | None:
+    """The innermost hooks that take what autograd saves."""
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
 
 
 def inside_transform() -> bool:
@@ -301,6 +333,16 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, _fake_tensor.FakeTensor)
 
 
+def is_imagined(types: Sequence[type]) -> bool:
+    """Whether an op is run for its shapes alone, as DTensor does to plan its own.
+
+    A mode of torch's own, such as that of fake tensors, is asked after all others.
+    """
+    if any(issubclass(kind, _fake_tensor.FakeTensor) for kind in types):
+        return True
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 def operator_that_asked(error: BaseException) -> str | None:
     """The operator that could not go on because a fake tensor holds no data; None: other causes."""
     if isinstance(
@@ -440,3 +482,8 @@ def generator_bytes(state: torch.Tensor | None = None) -> bytes:
 def modes_are_active() -> bool:
     """Whether a dispatch mode watches ops: compiled code would not run then, and not again."""
     return bool(torch._C._len_torch_dispatch_stack() > 0)
+
+
+def is_innermost(mode: TorchDispatchMode) -> bool:
+    """Whether a dispatch mode is the one that sees ops first."""
+    return _get_current_dispatch_mode() is mode

@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from leanstep.errors import MeasureError
 from leanstep.step import TrainingStep
-from leanstep.torch_private import memory_event_bytes, storage_address
+from leanstep.torch_private import local_tensor, memory_event_bytes, storage_address
 
 _MARKER_BYTES = 1_000_003
 _ENOUGH_SECONDS = 3.0
@@ -91,7 +91,7 @@ def resident_bytes(step: TrainingStep) -> int:
         return torch.cuda.memory_allocated(step.device)
     storages = {
         storage_address(t): allocated_bytes(t, step.device)
-        for t in step.tensors()
+        for t in map(local_tensor, step.tensors())
         if t.layout is torch.strided
     }
     return sum(storages.values())
@@ -222,7 +222,12 @@ def _highest(changes: list[int]) -> int:
 
 
 class OpMeter:
-    """Measure, for every op of a recorded step, how far the level rises inside it."""
+    """Measure, for every op of a recorded step, how far the level rises inside it.
+
+    `sees_fakes`: the step itself is imagined; elsewhere an op on fake tensors is no part of it.
+    """
+
+    sees_fakes = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -38,7 +38,7 @@ STAGES = (
     PLANNER
     | RECORDER
     | {"owners", "marks", "profiler", "imagine", "estimator", "engines", "verifier", "reporters"}
-    | {"forms", "outcome"}
+    | {"forms", "outcome", "sharing", "reduction", "config"}
 )
 
 MAY_IMPORT = {
@@ -64,6 +64,9 @@ MAY_IMPORT = {
     "state": IR | {"torch_private", "step", "generators"},
     "truth": IR | {"torch_private", "step", "state"},
     "marks": BASE,
+    "sharing": IR,
+    "reduction": BASE | {"torch_private"},
+    "config": PLANNER,
     "recorder": RECORDER,
     "profiler": RECORDER | {"profiler"},
     "imagine": RECORDER | {"imagine"},
@@ -77,8 +80,11 @@ MAY_IMPORT = {
     "fitter": STAGES | {"api"},
     "checkup": PLANNER | RECORDER | {"profiler"},
     "study": STAGES | {"api", "fitter", "models", "study"},
+    "cutter": STAGES | {"api"},
+    "firststep": STAGES | {"api"},
+    "lazy": STAGES | {"api", "firststep"},
     "testing": PLANNER | {"testing"},
-    "__init__": STAGES | {"fitter", "api", "study", "checkup"},
+    "__init__": STAGES | {"fitter", "api", "study", "checkup", "cutter", "lazy"},
     "integrations": {"integrations"},
     # The built-in models are a public room of their own.
     "cli": {"cli", "models"},
@@ -90,6 +96,7 @@ TORCH = {
     *("recorder", "profiler", "imagine", "estimator", "engines", "models", "integrations"),
     *("verifier", "truth", "fitter", "state", "step", "torch_private", "testing", "api", "marks"),
     *("eager", "owners", "generators", "torch_compiler", "forms", "outcome", "study", "checkup"),
+    *("cutter", "firststep", "lazy", "sharing", "reduction"),
 }
 WITHOUT_TORCH = (
     "planner",

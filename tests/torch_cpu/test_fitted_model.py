@@ -278,3 +278,23 @@ def test_the_plan_is_in_force_after_fit():
     fitted = leanstep.fit(model, batch, loss, optimizer=optimizer, budget="70%")
     assert all(d.engine is not Engine.UNTOUCHED for d in fitted.plan.changed)
     assert fitted.verdict.measured_peak_bytes <= 0.7 * fitted.verdict.baseline_peak_bytes
+
+
+def test_class_that_somebody_puts_on_top_of_a_planned_block_stays_and_so_does_the_way_back() -> (
+    None
+):
+    model, batch, loss, optimizer = models.build("gpt2-tiny")
+    fitted = leanstep.fit(model, batch, loss, optimizer=optimizer, budget="80%", verify=False)
+    for layer in model.layers:
+        # What fully_shard does.
+        layer.__class__ = type(f"Sharded{type(layer).__name__}", (type(layer),), {})
+
+    loss(model, batch).backward()
+    fitted.remove()
+    assert all(type(layer).__name__.startswith("Sharded") for layer in model.layers)
+    again = leanstep.fit(model, batch, loss, optimizer=optimizer, budget="80%")
+    assert again.plan.changed
+    assert again.verdict is not None and again.verdict.gradients_equal
+    with pytest.raises(leanstep.LeanstepError, match="already fitted"):
+        leanstep.fit(model, batch, loss, optimizer=optimizer, budget="80%")
+    again.remove()

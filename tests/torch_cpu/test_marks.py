@@ -124,3 +124,29 @@ def test_unusable_override_is_refused(overrides: dict[str, str], message: str) -
 
     with pytest.raises(InputError, match=message):
         leanstep.plan(profile, overrides=overrides)
+
+
+def test_two_consecutive_marked_parts_are_both_recomputed_and_exact() -> None:
+    torch.manual_seed(0)
+    model, batch = TwoParts(), torch.randn(64, 32)
+    leanstep.recompute(model.first)
+    leanstep.recompute(model.second)
+
+    fitted = leanstep.fit(model, batch, budget="110%")
+
+    assert [d.path for d in fitted.plan.changed] == ["first", "second"]
+    assert dropped_bytes(fitted.plan, "first") >= 2 * 64 * 256 * 4
+    assert dropped_bytes(fitted.plan, "second") >= 64 * 128 * 4
+    assert fitted.verdict is not None and fitted.verdict.gradients_equal
+
+
+def test_marked_layers_of_bert_are_recomputed_and_the_others_left_alone() -> None:
+    model, batch, loss, optimizer = models.build("bert-tiny")
+    leanstep.recompute(model.layers[0])
+
+    fitted = leanstep.fit(model, batch, loss, optimizer=optimizer, budget="150%")
+
+    assert [d.path for d in fitted.plan.changed] == ["layers.0"]
+    (decision,) = fitted.plan.changed
+    assert decision.dropped_bytes > 10 * decision.kept_bytes
+    assert fitted.verdict is not None and fitted.verdict.gradients_equal

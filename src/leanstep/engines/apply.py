@@ -1,6 +1,6 @@
 """Apply a plan to a model, and undo it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from leanstep.engines.attach import attach, can_attach, detach, is_attached
+from leanstep.engines.attach import Runner, attach, can_attach, detach, is_attached
 from leanstep.engines.module import check_own
 from leanstep.engines.observer import Observer
 from leanstep.engines.parking import Lot
@@ -174,8 +174,9 @@ def _runner(
 class SequentialRuntime:
     """Run a Sequential whose children form blocks of their own."""
 
-    def __init__(self, stretches: dict[tuple[str, ...], BlockRuntime]) -> None:
+    def __init__(self, stretches: Mapping[tuple[str, ...], Runner]) -> None:
         self.starts = {children[0]: (children, run) for children, run in stretches.items()}
+        self._holders: dict[tuple[str, ...], torch.nn.ModuleList] = {}
 
     def __call__(
         self,
@@ -195,9 +196,23 @@ class SequentialRuntime:
             if runtime is None:
                 hidden = stretch[0](hidden)
             else:
-                hidden = runtime(module, _run_stretch(stretch), (hidden,), {})
+                holder = self._holder(module, children, stretch)
+                hidden = runtime(holder, _run_stretch(stretch), (hidden,), {})
             place += len(children)
         return hidden
+
+    def _holder(
+        self,
+        module: torch.nn.Module,
+        children: tuple[str, ...],
+        stretch: list[torch.nn.Module],
+    ) -> torch.nn.Module:
+        """The children of a stretch as a module: what others do to the rest is none of its own."""
+        holder = self._holders.get(children)
+        if holder is None or any(a is not b for a, b in zip(holder, stretch, strict=True)):
+            holder = self._holders[children] = torch.nn.ModuleList(stretch)
+        holder.training = module.training
+        return holder
 
 
 def _run_stretch(stretch: list[torch.nn.Module]) -> Callable[..., Any]:

@@ -23,6 +23,9 @@ _originals: dict[type[torch.nn.Module], type[torch.nn.Module]] = {}
 
 def attach(module: torch.nn.Module, runner: Runner) -> None:
     """Let every call of the module's forward go through the runner."""
+    if _is_carried(module):
+        _runners[module] = runner
+        return
     original = original_class(module)
     if original not in _subclasses:
         subclass = _make_subclass(original)
@@ -39,7 +42,16 @@ def detach(module: torch.nn.Module) -> None:
 
 def is_attached(module: torch.nn.Module) -> bool:
     """Whether a runner stands in front of the module."""
-    return type(module) in _originals
+    return module in _runners or type(module) in _originals
+
+
+def _is_carried(module: torch.nn.Module) -> bool:
+    """Whether somebody has put a class of theirs on top of ours, as `fully_shard` does.
+
+    Ours stays below it, and asks for a runner at every call.
+    """
+    kind, *above = type(module).__mro__
+    return kind not in _originals and any(base in _originals for base in above)
 
 
 def original_class(module: torch.nn.Module) -> type[torch.nn.Module]:

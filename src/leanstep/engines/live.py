@@ -60,8 +60,7 @@ class LiveCall:
     ) -> Any:
         """Call the block and leave the context ready for backward; `then` may look at it all."""
         try:
-            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, seldom_compiled(unpack))
-            with hooks, self.recorder:
+            with self._hooks(), self.recorder:
                 out = forward(*args, **kwargs)
             leaves = [] if self.context.borders is None else tree_leaves(out)
             self._note_borders(leaves)
@@ -72,6 +71,9 @@ class LiveCall:
             return out
         finally:
             self._close()
+
+    def _hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, seldom_compiled(unpack))
 
     @property
     def writes_border(self) -> bool:

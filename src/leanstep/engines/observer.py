@@ -26,14 +26,14 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _UNWRITTEN = ("aten.empty", "aten.new_empty", "aten.resize_", "aten._unsafe_empty")
 
 
-def checksum(tensor: torch.Tensor) -> torch.Tensor:
+def checksum(tensor: torch.Tensor, piece: int = _PIECE) -> torch.Tensor:
     """A number that tells two tensors with other bits apart, on the tensor's device."""
     with torch_private.past_every_mode(), torch.no_grad():
         bits = _bits(tensor.detach())
         total = torch.zeros((), dtype=torch.int64, device=tensor.device)
         place = 0
-        for piece in _pieces(bits):
-            values = piece.reshape(-1).to(torch.int64)
+        for part in _pieces(bits, piece):
+            values = part.reshape(-1).to(torch.int64)
             places = torch.arange(place, place + values.numel(), device=tensor.device)
             total += ((values + 1) * (places * _SPREAD + 1)).sum()
             place += values.numel()
@@ -47,11 +47,13 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return plain.view(_INTEGERS[plain.element_size()])
 
 
-def _pieces(bits: torch.Tensor) -> Sequence[torch.Tensor]:
+def _pieces(bits: torch.Tensor, piece: int) -> Sequence[torch.Tensor]:
     """The tensor cut along its first dimension: one with strides is not copied whole."""
-    if bits.dim() == 0 or bits.numel() <= _PIECE:
+    if bits.dim() == 0 or bits.numel() <= piece:
         return (bits,)
-    rows = max(1, _PIECE * bits.shape[0] // bits.numel())
+    if bits.is_contiguous():
+        bits = bits.view(-1)
+    rows = max(1, piece * bits.shape[0] // bits.numel())
     pieces: tuple[torch.Tensor, ...] = bits.split(rows)
     return pieces
 
@@ -63,22 +65,23 @@ class Observer:
     where the user allowed other bits.
     """
 
-    def __init__(self, *, compares: bool = True) -> None:
+    def __init__(self, *, compares: bool = True, piece: int = _PIECE) -> None:
         self.current = ""
-        self.compares = compares
+        self.compares, self._piece = compares, piece
         self.doubts: dict[str, str] = {}
         self._pairs: list[tuple[str, str, torch.Tensor, torch.Tensor]] = []
 
     def see(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """What to remember of a tensor until it comes back."""
-        return checksum(tensor) if self.compares and has_storage(tensor) else None
+        is_seen = self.compares and has_storage(tensor)
+        return checksum(tensor, self._piece) if is_seen else None
 
     def compare(
         self, block_name: str, what: str, before: torch.Tensor | None, tensor: torch.Tensor
     ) -> None:
         """Note how a tensor came back."""
         if before is not None:
-            self._pairs.append((block_name, what, before, checksum(tensor)))
+            self._pairs.append((block_name, what, before, checksum(tensor, self._piece)))
 
     def doubt(self, block_name: str, reason: str) -> None:
         """Note the first thing that is wrong with a block."""

@@ -161,7 +161,10 @@ class CallRecorder(torch_private.TorchDispatchMode):
     ) -> Any:
         """Run one op and write it down."""
         kwargs = kwargs or {}
-        if self.paused:
+        if any(map(torch_private.wraps_others, types)):
+            # It is taken apart first; the ops on its parts come here again.
+            return NotImplemented
+        if self.paused or torch_private.is_imagined(types):
             return func(*args, **kwargs)
         info = op_info(func)
         self.names.append(info.name)

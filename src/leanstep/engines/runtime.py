@@ -56,7 +56,10 @@ class Round:
 
 @dataclass
 class SizeWatch:
-    """Warn once, of each reason that a step may need more memory than planned."""
+    """Warn once, of each reason that a step may need more memory than planned.
+
+    A budget of 0 says that nobody asked for one: blocks were chosen by hand.
+    """
 
     peak_bytes: int
     movable_bytes: int
@@ -90,7 +93,7 @@ class SizeWatch:
     def see(self, name: str, nbytes: int) -> None:
         """Compare a block's arguments with those of its first call, which was the planned one."""
         planned = self.planned.setdefault(name, nbytes)
-        if nbytes <= planned or self.warned or not planned:
+        if nbytes <= planned or self.warned or not planned or not self.budget_bytes:
             return
         self.warned = True
         grown = int(self.movable_bytes * (nbytes / planned - 1))

@@ -89,7 +89,7 @@ class WholeModule:
             # Anything else may be written by the next call: nobody has asked the planner.
             return storage_address(tensor) in safe
 
-        call = LiveCall(context, _Everything(), self._scope, is_safe=is_safe)
+        call = LiveCall(context, EVERYTHING, self._scope, is_safe=is_safe)
         return call.run(forward, args, kwargs, look)
 
 
@@ -179,3 +179,7 @@ class _Everything(Collection[str]):
 
     def __len__(self) -> int:
         return 0
+
+
+# All that a call makes and that can be rebuilt.
+EVERYTHING = _Everything()

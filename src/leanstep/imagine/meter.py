@@ -13,6 +13,8 @@ from leanstep.truth import IdleMeter, cuda_bytes
 class ImaginedMeter(IdleMeter):
     """Count storages as CUDA's allocator does; rises follow from the graph (`with_rises`)."""
 
+    sees_fakes = True
+
     @property
     def is_on_host(self) -> bool:
         """It is another device's memory that is counted."""

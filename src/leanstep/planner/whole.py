@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from leanstep.blockgraph import BlockGraph
 from leanstep.errors import BudgetError
-from leanstep.ir import Engine, Kind, Offload, Plan, Profile
+from leanstep.ir import Engine, Kind, Offload, Plan, Profile, Timeline
 from leanstep.ir.exclusion import left_out
 from leanstep.planner.lower import effects, lower
 from leanstep.planner.offload import LEAST_SECONDS, capacity_bytes, find_offload, roomier
@@ -302,7 +302,13 @@ def _budget_error(space: Space, solver: Solver, budget_bytes: int, *, offload: b
         source=op.source or None,
         overrides=_to_blame(space, budget_bytes, solver),
         left_out=tuple(left_out(space.profile.exclusions)),
+        # Where the host lowers the floor, these are not its parts.
+        breakdown=_parts(line) if floor == line.peak_bytes else (),
     )
+
+
+def _parts(line: Timeline) -> tuple[tuple[str, int], ...]:
+    return tuple((category.value, nbytes) for category, nbytes in line.at_peak)
 
 
 def _lower_floor(space: Space, solver: Solver, floor_bytes: int) -> int:

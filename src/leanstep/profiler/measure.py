@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from leanstep.ir import Cost
+from leanstep.ir import Cost, Fact
 from leanstep.profiler.cache import CostCache
 from leanstep.recorder.facts import op_info
 from leanstep.recorder.signatures import CallSpec, TensorSpec
@@ -67,6 +67,9 @@ def _refuse_risky(spec: CallSpec) -> None:
     but no pivots, lengths of words or arguments of somebody else's kernel.
     """
     name = op_info(spec.func).name
+    if Fact.COLLECTIVE in op_info(spec.func).facts:
+        # The other ranks are not there to take part.
+        raise ValueError(f"{name} is not for one rank alone")
     tensors = [one for one in tree_leaves((spec.args, spec.kwargs)) if isinstance(one, TensorSpec)]
     has_indices = any(not one.dtype.is_floating_point for one in tensors)
     is_risky = not name.startswith("aten.") or any(word in name for word in _RISKY)

@@ -55,6 +55,36 @@ def find_blocks(model: nn.Module, graph: Graph, marked: Collection[str] = ()) ->
     return tuple(sorted(_blocks(graph, paths, stretches), key=lambda block: block.start))
 
 
+def guess_blocks(
+    model: nn.Module, marked: Collection[str] = ()
+) -> tuple[list[str], list[tuple[str, tuple[str, ...]]]]:
+    """The blocks as far as the modules alone tell, before any step was seen.
+
+    Paths of modules, and stretches of Sequentials; what a recorded step makes a block lies in one
+    of them. They are what is recomputed in the first step of a lazily fitted model.
+    """
+    modules = dict(model.named_modules())
+    repeated = Counter(type(m) for m in modules.values() if _is_unit(m))
+    paths: list[str] = []
+    stretches: list[tuple[str, tuple[str, ...]]] = []
+    for path, module in modules.items():
+        if _is_inside(path, paths, stretches):
+            continue
+        is_wanted = _is_unit(module) or path in marked
+        is_repeated = _is_unit(module) and repeated[type(module)] >= 2
+        has_layers = max(_layers_by_kind(path, module).values(), default=0) >= 2
+        if (
+            path
+            and is_wanted
+            and not has_layers
+            and (is_repeated or _is_alone(path, module, modules, repeated))
+        ):
+            paths.append(path)
+        elif _is_container(module) and isinstance(module, nn.Sequential):
+            stretches.extend((path, children) for children in _stretches(module))
+    return paths, stretches
+
+
 def _is_unit(module: nn.Module) -> bool:
     """Whether a module is more than a container or one of torch's own layers."""
     if _is_container(module) or "forward" in vars(module):
@@ -109,16 +139,22 @@ def _is_stack(path: str, module: nn.Module, shares: dict[str, float]) -> bool:
     """
     if not path or not _is_unit(module) or shares.get(path, 0.0) < LARGE_SHARE:
         return False
-    layers = [
-        (f"{path}.{name}.{place}", layer)
-        for name, child in module.named_children()
-        if _is_container(child)
-        for place, layer in child.named_children()
-        if _is_unit(layer) and any(map(_is_unit, islice(layer.modules(), 1, None)))
-    ]
-    kinds = Counter(type(layer) for _, layer in layers)
+    layers = list(_layers(path, module))
+    kinds = _layers_by_kind(path, module)
     inside = sum(shares.get(p, 0.0) for p, layer in layers if kinds[type(layer)] >= 2)
     return inside >= STACK_SHARE * shares[path]
+
+
+def _layers(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """What is in a module's lists, if more than a few simple ops."""
+    for name, child in module.named_children():
+        for place, layer in child.named_children() if _is_container(child) else ():
+            if _is_unit(layer) and any(map(_is_unit, islice(layer.modules(), 1, None))):
+                yield f"{path}.{name}.{place}", layer
+
+
+def _layers_by_kind(path: str, module: nn.Module) -> Counter[type]:
+    return Counter(type(layer) for _, layer in _layers(path, module))
 
 
 def _stretches(module: nn.Sequential) -> Iterator[tuple[str, ...]]:

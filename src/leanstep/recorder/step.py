@@ -37,12 +37,12 @@ from leanstep.step import TrainingStep
 from leanstep.truth import OpMeter
 
 
-class _Saved:
+class Saved:
     """What autograd holds instead of a tensor while a step is recorded."""
 
     __slots__ = ("__weakref__", "index", "recording", "tensor")
 
-    def __init__(self, recording: "StepRecording", index: int, tensor: torch.Tensor) -> None:
+    def __init__(self, recording: "StepRecording", index: int, tensor: Any) -> None:
         self.recording, self.index, self.tensor = recording, index, tensor
 
     def __del__(self) -> None:
@@ -66,7 +66,7 @@ class StepRecording(torch_private.TorchDispatchMode):
         super().__init__()
         self.meter, self.signatures, self.attic = meter, signatures, attic
         self.company = company or Company()
-        self._standins: dict[int, weakref.ref[_Saved]] = {}
+        self._standins: dict[int, weakref.ref[Saved]] = {}
         self.ops: list[Op] = []
         self.saves: list[Save] = []
         self.unpacks: list[Unpack] = []
@@ -93,12 +93,14 @@ class StepRecording(torch_private.TorchDispatchMode):
 
     def adopt(self, tensor: torch.Tensor, category: Category) -> None:
         """Register a tensor that exists before the step."""
+        tensor = torch_private.local_tensor(tensor)
         if has_storage(tensor) and self.book.find(tensor) is None:
             self._add_storage(tensor, birth=-1)
             self.categories[len(self.nbytes) - 1] = category
 
     def mark(self, tensor: torch.Tensor, category: Category) -> None:
         """Say what a storage that was born in the step is for."""
+        tensor = torch_private.local_tensor(tensor)
         if has_storage(tensor) and (number := self.book.find(tensor)) is not None:
             self.categories.setdefault(number, category)
 
@@ -113,9 +115,13 @@ class StepRecording(torch_private.TorchDispatchMode):
     ) -> Any:
         """Run one op and write it down."""
         kwargs = kwargs or {}
+        if any(map(torch_private.wraps_others, types)):
+            # It is taken apart first; the ops on its parts come here again.
+            return NotImplemented
         # Marks in a trace (`record_function`, every optimizer's step) compute nothing, nor does a
         # question for a fake tensor's device.
-        if self._internal or func.namespace in ("profiler", "prim"):
+        is_aside = self._internal or func.namespace in ("profiler", "prim")
+        if is_aside or (not self.meter.sees_fakes and torch_private.is_imagined(types)):
             return func(*args, **kwargs)
         info = op_info(func)
         self._poll_natural_deaths()
@@ -279,7 +285,7 @@ class StepRecording(torch_private.TorchDispatchMode):
             self._holds[number] = self._holds.get(number, 0) + 1
             self._addresses[number] = torch_private.storage_address(tensor)
         self.saves.append(Save(self.book.value(number), self._stack[-1], len(self.ops), -1))
-        saved = _Saved(self, len(self.saves) - 1, standin)
+        saved = Saved(self, len(self.saves) - 1, standin)
         if self.attic is not None:
             self._standins[number] = weakref.ref(saved)
         return saved
@@ -381,8 +387,8 @@ def record(
         recording = StepRecording(meter, signatures, company=company, attic=attic)
         with ExitStack() as stack:
             stack.enter_context(uncompiled())
-            stack.enter_context(_module_hooks(step.model, recording))
-            _adopt_static(step, recording)
+            stack.enter_context(module_hooks(step.model, recording))
+            adopt_static(step, recording)
             stack.enter_context(recording)
             _run(step, recording)
     return recording.graph()
@@ -393,14 +399,20 @@ def _run(step: TrainingStep, recording: StepRecording) -> None:
         loss = step.compute_loss()
     loss.backward()
     del loss
-    for parameter in step.parameters():
-        if parameter.grad is not None:
-            recording.mark(parameter.grad, Category.GRADIENT)
+    mark_gradients(step, recording)
     recording.in_optimizer = True
     step.update()
 
 
-def _adopt_static(step: TrainingStep, recording: StepRecording) -> None:
+def mark_gradients(step: TrainingStep, recording: StepRecording) -> None:
+    """Tell a recording which storages hold gradients, once backward has run."""
+    for parameter in step.parameters():
+        if parameter.grad is not None:
+            recording.mark(parameter.grad, Category.GRADIENT)
+
+
+def adopt_static(step: TrainingStep, recording: StepRecording) -> None:
+    """Tell a recording of everything that is there before the step."""
     for parameter in step.parameters():
         recording.adopt(parameter.detach(), Category.PARAMETER)
         if parameter.grad is not None:
@@ -415,7 +427,8 @@ def _adopt_static(step: TrainingStep, recording: StepRecording) -> None:
 
 
 @contextmanager
-def _module_hooks(model: torch.nn.Module, recording: StepRecording) -> Iterator[None]:
+def module_hooks(model: torch.nn.Module, recording: StepRecording) -> Iterator[None]:
+    """Tell a recording of every module's calls, inside the block."""
     with ExitStack() as stack:
         for path, module in model.named_modules():
             if isinstance(module, torch.jit.ScriptModule):

@@ -6,12 +6,13 @@ from collections.abc import Callable
 import torch
 
 from leanstep.ir import Value
-from leanstep.torch_private import storage_address
+from leanstep.torch_private import storage_address, wraps_others
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a plain strided one, with a storage of its own or shared."""
-    return tensor.layout is torch.strided and not tensor.is_quantized
+    is_strided = tensor.layout is torch.strided and not tensor.is_quantized
+    return is_strided and not wraps_others(type(tensor))
 
 
 class StorageBook:
@@ -49,6 +50,18 @@ class StorageBook:
                 del self._numbers[address], self._references[address]
         self._register(tensor, number)
 
+    def alias(self, tensor: torch.Tensor, number: int) -> None:
+        """Let a second storage stand for a known one too; its death says nothing."""
+        address = storage_address(tensor)
+        self._numbers[address] = number
+        self._references[address] = weakref.ref(
+            tensor.untyped_storage(), lambda _: self._forget(address)
+        )
+
+    def _forget(self, address: int) -> int | None:
+        self._references.pop(address, None)
+        return self._numbers.pop(address, None)
+
     def close(self) -> None:
         """Forget every storage; the callbacks that refer back here would be a cycle."""
         self._numbers.clear()
@@ -71,8 +84,7 @@ class StorageBook:
 
     def _death_of(self, address: int) -> Callable[[object], None]:
         def died(_: object) -> None:
-            number = self._numbers.pop(address, None)
-            self._references.pop(address, None)
+            number = self._forget(address)
             if number is not None:
                 self._on_death(number)
 

@@ -1,0 +1,1 @@
+"""leanstep where people already train: one file a host, each imported when it is used."""

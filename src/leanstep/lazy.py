@@ -1,0 +1,256 @@
+"""Lazy mode: one line in any training loop, and the plan is in force from the second step on.
+
+    leanstep.lean(model, optimizer, budget="16GiB")
+
+`fit` runs a handful of steps of its own before training begins; for that it needs a batch and the
+loss. Here neither is asked for: the first step of the user's own loop is recorded as it runs
+(`firststep.py`), with every block recomputed so that it fits where the plan will; when its
+optimizer has stepped, the plan is made and applied, and nothing watches any more.
+
+What `fit` finds out by a dry run is found out in that first step too: every tensor that was dropped
+is compared with a checksum when it comes back. Not looked at is the untouched step's own peak; the
+plan's is that of the recorder's account.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from leanstep import engines, planner
+from leanstep.api import refuse_fitted
+from leanstep.engines import Applied
+from leanstep.errors import InputError
+from leanstep.firststep import FirstStep
+from leanstep.ir import Plan, Profile
+from leanstep.owners import Taken, taken_over
+from leanstep.recorder.identity import identity_of
+from leanstep.reporters.terminal import render
+from leanstep.sharing import check_same, shared_plan, together
+from leanstep.solvers.base import Solver
+from leanstep.solvers.registry import find_solver
+from leanstep.step import make_step
+from leanstep.torch_private import in_backward
+from leanstep.truth import return_cached
+from leanstep.units import check_budget, parse_budget
+
+
+class Lean:
+    """A model that plans itself after its first step; `remove()` undoes it.
+
+    `profile` and `plan` are None until then.
+    """
+
+    def __init__(self, model: torch.nn.Module, make_plan: Callable[[Profile], Plan]) -> None:
+        self.model = model
+        self.profile: Profile | None = None
+        self.plan: Plan | None = None
+        self._make_plan = make_plan
+        self._applied: Applied | None = None
+        self._first: FirstStep | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._handles: list[Any] = []
+        self._optimizer_handles: list[Any] = []
+        self._taken = Taken()
+        self._takes_over = False
+
+    def __str__(self) -> str:
+        """The plan as a table, or that there is none yet."""
+        if self.profile is None or self.plan is None:
+            return "leanstep: waiting for the first training step"
+        return render(self.profile, self.plan, None)
+
+    def __repr__(self) -> str:
+        """The same table."""
+        return str(self)
+
+    def remove(self) -> None:
+        """Give the model back exactly as it was, at any time between steps."""
+        self._stop_watching()
+        while self._optimizer_handles:
+            self._optimizer_handles.pop().remove()
+        if self._first is not None:
+            self._first.abandon()
+            self._first = None
+        if self._applied is not None:
+            self._applied.remove()
+            self._applied = None
+        self._taken.give_back()
+
+    def watch(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        takeover: bool = False,
+        calls: bool = True,
+    ) -> None:
+        """Wait for the first step; again, with the optimizer once it is there.
+
+        Without `calls` the model's own calls say nothing: a host that trains without calling it
+        says when a step begins and when its forward ends.
+        """
+        if self.plan is not None:
+            return
+        self.remove()
+        self._optimizer = _innermost(optimizer)
+        self._takes_over = takeover
+        if calls:
+            self._handles = [
+                self.model.register_forward_pre_hook(self._before_call, with_kwargs=True),
+                self.model.register_forward_hook(self._after_call, always_call=True),
+            ]
+        if self._optimizer is not None:
+            # They stay when the plan is made, and do nothing: an optimizer that runs its hooks
+            # does not let go of one.
+            self._optimizer_handles = [
+                self._optimizer.register_step_pre_hook(self._before_update),
+                self._optimizer.register_step_post_hook(self._after_update),
+            ]
+
+    def begin_step(self, batch: Any) -> None:
+        """Note that a step begins; only the first matters."""
+        if self.plan is not None or not torch.is_grad_enabled() or in_backward():
+            return
+        first = self._first
+        if first is not None and not first.has_seen_backward and not first.has_failed:
+            # The model is called several times in a step.
+            return
+        if first is not None and self._optimizer is None and not first.has_failed:
+            self._plan()
+            return
+        if first is not None:
+            # Gradients are accumulated: the last batch before the update is the one to plan for.
+            # Or backward has failed, and is tried again.
+            first.abandon()
+        self._begin(batch)
+
+    def end_forward(self) -> None:
+        """Note that a step's forward has ended, where the model's calls do not tell."""
+        if self._first is not None:
+            self._first.end_forward()
+
+    def _stop_watching(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _before_call(
+        self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.begin_step(kwargs if not args else args if not kwargs else (args, kwargs))
+
+    def _begin(self, batch: Any) -> None:
+        if self._first is None:
+            check_same(identity_of(self.model))
+        if not self._taken.put_back:
+            with taken_over(self.model, self._takes_over) as self._taken:
+                refuse_fitted(self.model)
+        self._first = FirstStep(make_step(self.model, batch, None, self._optimizer))
+        try:
+            self._first.begin()
+        except BaseException:
+            self.remove()
+            raise
+
+    def _after_call(self, model: torch.nn.Module, args: Any, result: Any) -> None:
+        has_raised = result is None and sys.exc_info()[0] is not None
+        if has_raised and self._first is not None:
+            # Whoever catches that may try again with a smaller batch.
+            self._first.fail()
+
+    def _before_update(self, *_: Any) -> None:
+        if self._is_complete:
+            assert self._first is not None
+            self._first.begin_optimizer()
+
+    def _after_update(self, *_: Any) -> None:
+        if self._is_complete:
+            self._plan()
+
+    @property
+    def _is_complete(self) -> bool:
+        first = self._first
+        return first is not None and first.has_seen_backward and not first.has_failed
+
+    def _plan(self) -> None:
+        first, self._first = self._first, None
+        assert first is not None
+        self._stop_watching()
+        try:
+            profile = self.profile = together(first.finish)
+            self.plan = shared_plan(lambda: self._make_plan(profile))
+        except BaseException:
+            first.abandon()
+            self._taken.give_back()
+            raise
+        return_cached(next(self.model.parameters()).device)
+        self._applied = engines.apply(self.model, self.plan)
+
+
+def lean(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    budget: str | int = "60%",
+    solver: str | Solver = "auto",
+    overrides: Mapping[str, str] | None = None,
+    takeover: bool = False,
+) -> Lean:
+    """Let a model plan itself from the first step of the loop it trains in, with the same numbers.
+
+    Put this line before the loop; nothing else changes. The first step runs with every block
+    recomputed and is recorded; from the second on the plan for the budget is in force. `remove()`
+    of what comes back undoes it.
+
+    Args:
+        model: any `nn.Module`, on one device.
+        optimizer: ends the first step, and is counted in the peak. Without one, the model's next
+            call ends it.
+        budget: as for `fit`; a share is of the unplanned peak.
+        solver: as for `fit`.
+        overrides: as for `fit`; so are marks.
+        takeover: switch off checkpointing that the model has when it is first called.
+
+    Raises:
+        BudgetError: from `optimizer.step()` of the first step, or inside it: no plan fits, or the
+            device has no room for that step. It says what is there.
+        InputError: an argument cannot be used.
+    """
+    check_budget(budget)
+    find_solver(solver)
+    make_step(model, (), None, _innermost(optimizer))
+    if not takeover:
+        refuse_fitted(model)
+
+    def make_plan(profile: Profile) -> Plan:
+        return planner.plan(
+            profile,
+            _budget_bytes(budget, model, profile),
+            solver=solver,
+            # Only this engine was at work in the first step.
+            engine="replay",
+            overrides=overrides,
+            offload=False,
+        )
+
+    lazy = Lean(model, make_plan)
+    lazy.watch(optimizer, takeover=takeover)
+    return lazy
+
+
+def _budget_bytes(budget: str | int, model: torch.nn.Module, profile: Profile) -> int:
+    device = next(model.parameters()).device
+    free_bytes = None
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        free_bytes = free + torch.cuda.memory_reserved(device)
+    return parse_budget(budget, unplanned_peak_bytes=profile.peak_bytes, free_bytes=free_bytes)
+
+
+def _innermost(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
+    """The optimizer behind those that only wrap one, such as Accelerate's."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(f"optimizer is {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    return optimizer

@@ -1,0 +1,282 @@
+"""One rank of a test with real processes: `python ranks.py SCENARIO,... WORLD RANK FOLDER`.
+
+What a scenario returns is saved for the test that started it; so is the error it raised.
+"""
+
+import dataclasses
+import sys
+import time
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+import leanstep
+from leanstep.ir import Category, Fact
+from leanstep.torch_private import local_tensor, memory_event_bytes
+
+WIDTH = 64
+PIECE_BYTES = 64 << 10
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        return x + self.drop(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    """Blocks, a batch norm, a parameter used on even ranks alone, one never, and a shared one."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.last.weight = self.first.weight
+        self.sometimes, self.never = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = self.norm(self.first(x))
+        for block in self.blocks:
+            x = block(x)
+        if dist.get_rank() % 2 == 0:
+            x = self.sometimes(x)
+        return self.last(x)
+
+
+def make(depth: int = 4):
+    torch.manual_seed(1)
+    model = Net(depth)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    batch = torch.randn(128, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+    return model, optimizer, batch
+
+
+def squares(model, batch):
+    return model(batch).square().mean()
+
+
+def train(called, model, optimizer, batch, *, accumulate: int = 1, no_sync=None, steps: int = 4):
+    torch.manual_seed(10 + dist.get_rank())
+    seen = []
+    for _ in range(steps):
+        for micro in range(accumulate):
+            is_last = micro == accumulate - 1
+            with nullcontext() if is_last or no_sync is None else no_sync():
+                squares(called, batch).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        seen += [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        seen += [p.detach().clone() for p in model.parameters()]
+        seen += [buffer.clone() for buffer in model.buffers()]
+    return seen
+
+
+def ddp(accumulate: int = 1):
+    model, optimizer, batch = make()
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    return train(wrapped, model, optimizer, batch, accumulate=accumulate, no_sync=wrapped.no_sync)
+
+
+def ddp_accumulated():
+    return ddp(3)
+
+
+def by_hand(accumulate: int = 1):
+    model, optimizer, batch = make()
+    if dist.get_rank():
+        # What rank 0 has is what counts.
+        nn.init.zeros_(model.first.bias)
+    reduction = leanstep.reduce_gradients(model, piece="20KiB")
+    return train(model, model, optimizer, batch, accumulate=accumulate, no_sync=reduction.no_sync)
+
+
+def by_hand_accumulated():
+    return by_hand(3)
+
+
+def ddp_fitted():
+    model, optimizer, batch = make()
+    fitted = leanstep.fit(model, batch, squares, optimizer=optimizer, budget="80%")
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    return fitted.plan, train(wrapped, model, optimizer, batch, no_sync=wrapped.no_sync)
+
+
+def ddp_lean():
+    model, optimizer, batch = make()
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    lean = leanstep.lean(wrapped, optimizer, budget="85%")
+    seen = train(wrapped, model, optimizer, batch, no_sync=wrapped.no_sync)
+    return lean.plan, seen
+
+
+class Plain(Net):
+    """The same without the parameters that are not always used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(WIDTH, WIDTH)
+        del self.sometimes, self.never
+
+    def forward(self, x):
+        x = self.norm(self.first(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def fsdp_lean():
+    """Sharded parameters: untouched, and lean."""
+
+    def shard(model: Plain) -> None:
+        for block in model.blocks:
+            fully_shard(block, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+    return both(shard, seed=dist.get_rank())
+
+
+def tensor_parallel_lean():
+    """Modules whose tensors are spread over the ranks: untouched, and lean."""
+
+    def spread(model: Plain) -> None:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for block in model.blocks:
+            block.drop = nn.Identity()
+            parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+    return both(spread, seed=0)
+
+
+def both(distribute, seed: int):
+    found = {}
+    for is_lean in (False, True):
+        torch.manual_seed(1)
+        model = Plain()
+        distribute(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        batch = torch.randn(1024, WIDTH, generator=torch.Generator().manual_seed(seed))
+        lean = leanstep.lean(model, optimizer, budget="85%") if is_lean else None
+        torch.manual_seed(10 + seed)
+        found[is_lean] = []
+        for _ in range(4):
+            squares(model, batch).backward()
+            found[is_lean] += [local_tensor(p.grad).clone() for p in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+            found[is_lean] += [local_tensor(p.detach()).clone() for p in model.parameters()]
+    rerun = [key for d in lean.plan.decisions for key in d.drop]
+    collectives = [op.name for op in lean.profile.graph.ops if Fact.COLLECTIVE in op.facts]
+    shards = sum(s.nbytes for s in lean.profile.graph.storages if s.category is Category.PARAMETER)
+    whole = sum(p.nbytes for p in Plain().parameters())
+    return {
+        "untouched": found[False],
+        "lean": found[True],
+        "dropped": rerun,
+        "collectives": collectives,
+        "share": shards / whole,
+    }
+
+
+def other_model():
+    model, optimizer, batch = make()
+    if dist.get_rank() == 1:
+        model.last = nn.Linear(WIDTH, WIDTH + 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    leanstep.fit(model, batch, squares, optimizer=optimizer, budget="80%")
+
+
+def other_model_lean():
+    model, optimizer, batch = make(4 + (dist.get_rank() == 1))
+    leanstep.lean(model, optimizer, budget="80%")
+    squares(model, batch).backward()
+
+
+def too_small():
+    model, optimizer, batch = make()
+    leanstep.fit(model, batch, squares, optimizer=optimizer, budget=1000)
+
+
+def wrapped_first():
+    model, optimizer, batch = make()
+    leanstep.fit(DistributedDataParallel(model), batch, squares, optimizer=optimizer)
+
+
+def memory():
+    """The bytes of the gradients, and the peak of two steps under DDP (both kinds) and by hand."""
+    found = {name: peak_of(name) for name in ("copies", "views", "by hand")}
+    model, *_ = make()
+    return {**found, "gradients": sum(p.nbytes for p in model.parameters())}
+
+
+def peak_of(name: str) -> int:
+    """The most that was allocated at once, from before the model is made."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        model, _, batch = make()
+        if name == "by hand":
+            called = model
+            leanstep.reduce_gradients(model, piece=PIECE_BYTES)
+        else:
+            called = DistributedDataParallel(
+                model, find_unused_parameters=True, gradient_as_bucket_view=name == "views"
+            )
+        for _ in range(2):
+            squares(called, batch[:4]).backward()
+            model.zero_grad()
+    level = peak = 0
+    for nbytes in memory_event_bytes(profiler):
+        level += nbytes
+        peak = max(peak, level)
+    return peak
+
+
+def run(scenarios: list[str], world: int, rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(str(folder / "store"), world),
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=60),
+    )
+    results = {scenario: outcome(globals()[scenario]) for scenario in scenarios}
+    torch.save(results, folder / f"rank{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def outcome(scenario):
+    start = time.monotonic()
+    try:
+        result = scenario()
+    except Exception as error:
+        seconds = time.monotonic() - start
+        return {"error": type(error).__name__, "message": str(error), "seconds": seconds}
+    if isinstance(result, tuple):
+        plan, seen = result
+        return {"decisions": dataclasses.asdict(plan)["decisions"], "seen": seen}
+    return result
+
+
+if __name__ == "__main__":
+    run(sys.argv[1].split(","), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
