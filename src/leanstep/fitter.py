@@ -161,8 +161,8 @@ def from_config(
 ) -> Fit:
     """Fit a model as a file says: `leanstep.yaml`, `pyproject.toml`, or a VISSL file as it is.
 
-    See `docs/config.md` for its keys. With `splits` as a number and no budget, the step is cut as
-    the file says, whatever memory that takes. Gradients are averaged by hand where the file says
+    See `docs/doors/vissl.md` for its keys. With `splits` as a number and no budget, the step is cut
+    as the file says, whatever memory that takes. Gradients are averaged by hand where the file says
     so and there is a process group.
 
     Raises:

@@ -228,6 +228,21 @@ def test_fit_prints_its_verdict_as_json():
     assert json.loads(Path("trace.json").read_text())["traceEvents"]
 
 
+def test_fit_takes_its_settings_from_a_file():
+    Path("leanstep.yaml").write_text("budget: 80%\nsplits: auto\n")
+    given = ("fit", "users_train:make", "--batch", 2048, "--config", "leanstep.yaml")
+    done = run(*given, "--json")
+
+    Path("verdict.json").write_text(done.stdout)
+    assert leanstep.Verdict.load("verdict.json").within_budget
+
+    both = run(*given, "--budget", "50%")
+    assert both.exit_code == 2 and "leave one of them out" in both.stderr
+    Path("leanstep.yaml").write_text("bugdet: 80%\n")
+    unknown = run(*given)
+    assert unknown.exit_code == 2 and "did you mean 'budget'?" in unknown.stderr
+
+
 def test_a_page_tells_all_that_the_files_of_one_model_tell(run_json):
     pytest.importorskip("plotly")
     assert run("plan", run_json, "--budget", "80%", "-o", "plan.json").exit_code == 0

@@ -26,8 +26,12 @@ from leanstep.cli.options import (
 from leanstep.cli.output import Output, progress, say_written
 from leanstep.cli.source import Source
 
+# What a file of settings says, so that the command line must not.
+_SAID_BY_FILE = ("budget", "solver", "engine", "offload", "exact", "takeover")
+
 
 def fit(
+    context: typer.Context,
     target: Target,
     budget: Budget = "60%",
     batch: Batch = None,
@@ -44,6 +48,10 @@ def fit(
         bool,
         typer.Option("--takeover", help="Switch off checkpointing that the model already has."),
     ] = False,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Settings from a file: leanstep.yaml, pyproject.toml or VISSL's."),
+    ] = None,
     report: Annotated[
         Path | None, typer.Option(help="Also write a report: .html, .png, .svg or .json.")
     ] = None,
@@ -59,24 +67,35 @@ def fit(
     page = Output(False, report, force)
     source = Source(target, batch, seq, image, autocast, optimizer, device)
     model, data, loss, update = source.ingredients()
+    if config is not None:
+        _refuse_both(context)
     with progress(f"fitting {target}"):
-        fitted = leanstep.fit(
-            model,
-            data,
-            loss,
-            optimizer=update,
-            budget=budget,
-            solver=solver,
-            engine=engine,
-            offload=offload,
-            exact=exact,
-            takeover=takeover,
-        )
+        if config is not None:
+            fitted = leanstep.from_config(model, config, batch=data, loss=loss, optimizer=update)
+        else:
+            fitted = leanstep.fit(
+                model,
+                data,
+                loss,
+                optimizer=update,
+                budget=budget,
+                solver=solver,
+                engine=engine,
+                offload=offload,
+                exact=exact,
+                takeover=takeover,
+            )
     verdict = fitted.verdict
-    assert verdict is not None, "fit verifies unless it is told not to"
-    out.deliver(verdict, str(fitted), saved=fitted.plan)
+    out.deliver(verdict or fitted.plan, str(fitted), saved=fitted.plan)
     if page.path is not None:
         fitted.report(page.path)
         say_written(page.path)
-    if not verdict.within_budget:
+    if verdict is not None and not verdict.within_budget:
         raise typer.Exit(leanstep.BudgetError.exit_code)
+
+
+def _refuse_both(context: typer.Context) -> None:
+    for name in _SAID_BY_FILE:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise typer.BadParameter(f"--config says what --{name} says: leave one of them out")
