@@ -152,3 +152,15 @@ def test_what_must_not_run_twice_is_kept(joint):
     if lost:
         with pytest.raises(LostNodeError, match="must not be computed again"):
             found.apart(whole, [name for name in whole if name not in lost])
+
+
+def test_a_rebuild_draws_nothing_that_it_does_not_need(joint):
+    module, x, _ = joint
+    with torch._inductor.config.patch(fallback_random=True):
+        found = capture(Example(module, (), (x,), {}, ()), PRECISE)
+        whole, smaller = forms(found)
+        for one in smaller:
+            out = CompiledForm(Block.forward, one.kept, PRECISE, whole)(module, (x,), {})
+            state = torch.get_rng_state()
+            out.sum().backward()
+            assert torch.equal(state, torch.get_rng_state()), one

@@ -139,10 +139,11 @@ class JointGraph:
         names = [node.name for node in handed if is_tensor(node)]
         dropped = [name for name in names if name not in kept and self._is_made(name)]
         there = set(names) - set(dropped)
-        made = self.made_of(there, [self.by_name[name] for name in dropped])
+        wanted = [self.by_name[name] for name in dropped]
+        made = self.made_of(there, wanted)
         read = {source for node in made for source in node.all_input_nodes}
         sources = [n for n in self.nodes if n in read and (n.name in there or is_primal(n))]
-        rebuild = extract_graph(self.joint, sources, [self.by_name[name] for name in dropped])
+        rebuild = extract_graph(self.joint, sources, made, wanted)
         return Apart(forward, backward, tuple(names), tuple(dropped), tuple(sources), rebuild)
 
     def _is_made(self, name: str) -> bool:
