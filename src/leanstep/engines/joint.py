@@ -38,7 +38,7 @@ class Apart:
     """Forward and backward, and a third graph that makes some of what one hands to the other.
 
     `names` are the tensors that forward hands over, in order, `dropped` those of them that the
-    third graph returns, `sources` the nodes that it reads.
+    third graph returns, `sources` the nodes that it reads. Forward has `num_inputs`.
     """
 
     forward: Any
@@ -47,6 +47,7 @@ class Apart:
     dropped: tuple[str, ...]
     sources: tuple[Any, ...]
     rebuild: torch.fx.GraphModule
+    num_inputs: int
 
 
 class JointGraph:
@@ -144,7 +145,15 @@ class JointGraph:
         read = {source for node in made for source in node.all_input_nodes}
         sources = [n for n in self.nodes if n in read and (n.name in there or is_primal(n))]
         rebuild = extract_graph(self.joint, sources, made, wanted)
-        return Apart(forward, backward, tuple(names), tuple(dropped), tuple(sources), rebuild)
+        return Apart(
+            forward,
+            backward,
+            tuple(names),
+            tuple(dropped),
+            tuple(sources),
+            rebuild,
+            num_inputs=sum(map(is_primal, self.nodes)),
+        )
 
     def _is_made(self, name: str) -> bool:
         """Whether a node is more than a look at an input."""
