@@ -20,6 +20,11 @@ Spread = Mapping[str, float]
 # Few runs of the untouched model sample its spread; another may lie somewhat further out.
 _SPREADS = 4.0
 
+# What never moved by itself may move so far because of others: a unit in the last place of
+# bfloat16. Some gradients are zero but for rounding (of a key's bias in attention), and move by
+# their whole size; that excuses nobody else.
+_MOST_BY_OTHERS = 2.0**-7
+
 _LOSS, _GRADIENT = "the loss", "gradient of "
 
 
@@ -112,13 +117,13 @@ def differences(
     within: list[str] = []
     found, upstream = new.named(), 0.0
     for name, tensor in old.named().items():
-        moved = spread.get(name, 0.0)
+        most = _SPREADS * spread.get(name, 0.0)
         if name == _LOSS or name.startswith(_GRADIENT):
             # Not by what is drawn anew: whatever that reaches, it moves every time.
-            upstream = max(upstream, moved if math.isfinite(moved) else 0.0)
-            moved = moved or upstream
+            upstream = max(upstream, most if math.isfinite(most) else 0.0)
+            most = most or min(upstream, _MOST_BY_OTHERS)
         if not same(tensor, found.get(name)):
-            is_near = moved > 0.0 and _is_near(tensor, found.get(name), _SPREADS * moved)
+            is_near = most > 0.0 and _is_near(tensor, found.get(name), most)
             (within if is_near else beyond).append(name)
     return tuple(beyond), tuple(within)
 

@@ -109,20 +109,23 @@ def compile_alone_to_python(
 
 
 def extract_graph(
-    joint: torch.fx.GraphModule, inputs: Sequence[Any], outputs: Sequence[Any]
+    joint: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    made: Sequence[Any],
+    outputs: Sequence[Any],
 ) -> torch.fx.GraphModule:
-    """The part of a graph that makes some nodes of others."""
+    """The part of a graph that makes some nodes of others, by those named and no more.
+
+    A node that nobody reads may still do something: draw from a generator.
+    """
     fresh = torch.fx.Graph()
     known: dict[Any, Any] = {}
     for node in inputs:
         known[node] = fresh.placeholder(node.name)
         known[node].meta.update(node.meta)
-    for node in joint.graph.nodes:
-        is_reached = all(source in known for source in node.all_input_nodes)
-        if node not in known and node.op in ("call_function", "get_attr") and is_reached:
-            known[node] = fresh.node_copy(node, known.__getitem__)
+    for node in made:
+        known[node] = fresh.node_copy(node, known.__getitem__)
     fresh.output(tuple(known[node] for node in outputs))
-    fresh.eliminate_dead_code()
     return torch.fx.GraphModule(joint, fresh)
 
 

@@ -7,8 +7,10 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from leanstep import torch_compiler  # noqa: E402
+from leanstep.engines.apart import Hooks, Rebuild, Saved  # noqa: E402
 from leanstep.engines.inductor import PRECISE, CompiledForm  # noqa: E402
 from leanstep.engines.joint import LostNodeError  # noqa: E402
+from leanstep.engines.parking import kept  # noqa: E402
 from leanstep.forms.capture import capture  # noqa: E402
 from leanstep.forms.cuts import Candidate, candidates_apart, seeds_kept  # noqa: E402
 from leanstep.forms.kinds import Example  # noqa: E402
@@ -152,3 +154,73 @@ def test_what_must_not_run_twice_is_kept(joint):
     if lost:
         with pytest.raises(LostNodeError, match="must not be computed again"):
             found.apart(whole, [name for name in whole if name not in lost])
+
+
+def test_a_rebuild_draws_nothing_that_it_does_not_need(joint):
+    module, x, _ = joint
+    with torch._inductor.config.patch(fallback_random=True):
+        found = capture(Example(module, (), (x,), {}, ()), PRECISE)
+        whole, smaller = forms(found)
+        for one in smaller:
+            out = CompiledForm(Block.forward, one.kept, PRECISE, whole)(module, (x,), {})
+            state = torch.get_rng_state()
+            out.sum().backward()
+            assert torch.equal(state, torch.get_rng_state()), one
+
+
+class Overlapping(nn.Module):
+    """Two buffers of one storage, of which one is written: to the compiler they are one input."""
+
+    def __init__(self):
+        super().__init__()
+        both = torch.zeros(32)
+        self.register_buffer("count", both[:20])
+        self.register_buffer("scale", both[16:])
+        self.first, self.second = nn.Parameter(torch.ones(16)), nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        self.count.add_(1.0)
+        y = x * (self.scale + 1.0)
+        return torch.sin(torch.tanh(y * self.first) * self.second)
+
+
+def test_inputs_that_the_compiler_has_numbered_anew_are_not_mistaken():
+    module, x = Overlapping(), torch.randn(8, 16, requires_grad=True)
+    found = capture(Example(module, (), (x,), {}, ()), PRECISE)
+    whole, smaller = forms(found)
+    assert smaller
+    for one in smaller:
+        form = CompiledForm(Overlapping.forward, one.kept, PRECISE, whole)
+        with pytest.raises(Exception, match="other inputs in the place"):
+            run(form, module, x)
+
+
+class _SavesTwo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        # As Inductor lays out what convolutions make: channels last.
+        across = x.detach().t().contiguous().t()
+        ctx.save_for_backward(across, across * 2.0)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        _, doubled = ctx.saved_tensors
+        assert doubled.stride() == (1, 4)
+        return gradient * doubled
+
+
+def test_a_rebuild_gets_its_sources_in_the_layout_it_was_compiled_for():
+    def rebuilt(tensors):
+        (source,) = tensors
+        assert source.stride() == (3, 1)
+        return [source * 2.0]
+
+    rebuild = Rebuild(2, (1,), (Saved(0),), ((3, 1),), rebuilt)
+    x = torch.randn(4, 3, requires_grad=True)
+    hooks = Hooks(kept, rebuild, ())
+    with hooks.around():
+        out = _SavesTwo.apply(x)
+    hooks.check()
+    (gradient,) = torch.autograd.grad(out.sum(), [x])
+    assert torch.equal(gradient, x.detach() * 2.0)

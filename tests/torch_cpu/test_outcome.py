@@ -47,6 +47,18 @@ def test_a_gradient_behind_one_that_moves_may_move_though_it_was_not_seen_to():
     assert differences(outcome(), outcome(stem=1.2), spread) == ((THIRD,), ())
 
 
+def test_a_gradient_that_is_rounding_alone_does_not_excuse_every_other():
+    """A key's bias in attention has none but for rounding, which moves by its whole size."""
+    spread = spread_of(outcome(middle=2.0))
+    assert differences(outcome(), outcome(stem=3.0), spread) == ((THIRD,), ())
+    assert differences(outcome(), outcome(stem=1.02), spread) == ((THIRD,), ())
+
+
+def test_a_buffer_is_not_excused_by_gradients():
+    spread = spread_of(outcome(middle=1.001))
+    assert differences(outcome(), outcome(count=1), spread) == (("buffer count",), ())
+
+
 def test_a_gradient_before_one_that_moves_must_be_equal():
     spread = spread_of(outcome(middle=1.001))
     assert differences(outcome(), outcome(head=1.0005), spread) == ((FIRST,), ())

@@ -37,11 +37,15 @@ class Saved:
 
 @dataclass(frozen=True, eq=False)
 class Rebuild:
-    """A program that makes what is dropped of what is kept; numbers count a call's saves."""
+    """A program that makes what is dropped of what is kept; numbers count a call's saves.
+
+    `strides` are those that it expects of its sources: kernels of forward may save otherwise.
+    """
 
     num_saves: int
     dropped: tuple[int, ...]
     sources: tuple[Argument | Saved, ...]
+    strides: tuple[tuple[int, ...], ...]
     run: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
@@ -67,10 +71,13 @@ class _Call:
         """A dropped tensor; whoever asks a second time makes everything be rebuilt again."""
         if number not in self._made:
             with below_autograd(), no_autocast():
-                tensors = [self._sources[s].unchanged("a block") for s in self._rebuild.sources]
-                made = self._rebuild.run(tensors)
+                made = self._rebuild.run(self._laid_out_sources())
             self._made = dict(zip(self._rebuild.dropped, made, strict=True))
         return self._made.pop(number)
+
+    def _laid_out_sources(self) -> list[torch.Tensor]:
+        pairs = zip(self._rebuild.sources, self._rebuild.strides, strict=True)
+        return [_laid_out(self._sources[one].unchanged("a block"), stride) for one, stride in pairs]
 
 
 class _Dropped:
@@ -83,11 +90,16 @@ class _Dropped:
 
     def tensor(self) -> torch.Tensor:
         """The tensor, laid out as the program of backward expects it."""
-        made, look = self._call.take(self._number), self._look
-        if made.stride() == look.stride:
-            return made
-        laid_out = torch.empty_strided(look.size, look.stride, dtype=look.dtype, device=made.device)
-        return laid_out.copy_(made)
+        return _laid_out(self._call.take(self._number), self._look.stride)
+
+
+def _laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """The tensor with other strides; those of a single element say nothing."""
+    rows = zip(tensor.shape, tensor.stride(), stride, strict=True)
+    if all(size == 1 or own == wanted for size, own, wanted in rows):
+        return tensor
+    fresh = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+    return fresh.copy_(tensor)
 
 
 class Hooks:

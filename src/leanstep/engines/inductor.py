@@ -135,7 +135,9 @@ class CompiledForm:
     def _rebuild(self, split: Apart, num_inputs: int) -> Rebuild:
         primals = [node for node in split.sources if is_primal(node)]
         places = {f"primals_{place + 1}": place for place in range(num_inputs)}
-        if not all(node.name in places for node in primals):
+        # Inputs that overlap become one where one of them is written, and the others move up.
+        is_renumbered = split.num_inputs != num_inputs
+        if is_renumbered or not all(node.name in places for node in primals):
             raise LostNodeError("the compiler has put other inputs in the place of the block's")
         numbers = {name: number for number, name in enumerate(split.names)}
         return Rebuild(
@@ -145,6 +147,7 @@ class CompiledForm:
                 Argument(places[node.name]) if is_primal(node) else Saved(numbers[node.name])
                 for node in split.sources
             ),
+            strides=tuple(tuple(node.meta["val"].stride()) for node in split.sources),
             run=self.compile_alone(split.rebuild, self._settings),
         )
 

@@ -38,7 +38,7 @@ class Apart:
     """Forward and backward, and a third graph that makes some of what one hands to the other.
 
     `names` are the tensors that forward hands over, in order, `dropped` those of them that the
-    third graph returns, `sources` the nodes that it reads.
+    third graph returns, `sources` the nodes that it reads. Forward has `num_inputs`.
     """
 
     forward: Any
@@ -47,6 +47,7 @@ class Apart:
     dropped: tuple[str, ...]
     sources: tuple[Any, ...]
     rebuild: torch.fx.GraphModule
+    num_inputs: int
 
 
 class JointGraph:
@@ -139,11 +140,20 @@ class JointGraph:
         names = [node.name for node in handed if is_tensor(node)]
         dropped = [name for name in names if name not in kept and self._is_made(name)]
         there = set(names) - set(dropped)
-        made = self.made_of(there, [self.by_name[name] for name in dropped])
+        wanted = [self.by_name[name] for name in dropped]
+        made = self.made_of(there, wanted)
         read = {source for node in made for source in node.all_input_nodes}
         sources = [n for n in self.nodes if n in read and (n.name in there or is_primal(n))]
-        rebuild = extract_graph(self.joint, sources, [self.by_name[name] for name in dropped])
-        return Apart(forward, backward, tuple(names), tuple(dropped), tuple(sources), rebuild)
+        rebuild = extract_graph(self.joint, sources, made, wanted)
+        return Apart(
+            forward,
+            backward,
+            tuple(names),
+            tuple(dropped),
+            tuple(sources),
+            rebuild,
+            num_inputs=sum(map(is_primal, self.nodes)),
+        )
 
     def _is_made(self, name: str) -> bool:
         """Whether a node is more than a look at an input."""

@@ -128,7 +128,7 @@ class _Trials:
             figures = self._trial.measure(compiled)
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, recompile_limit()) as error:
+        except (RuntimeError, LostNodeError, recompile_limit()) as error:
             if not self._passed:
                 raise MeasureError(
                     f"compiled and run alone, it raised {reason_of(error)}"
