@@ -57,6 +57,10 @@ def fit(
     """
     out = Output(as_json, output, force)
     page = Output(False, report, force)
+    if report is not None:
+        from leanstep.reporters.files import check_place
+
+        check_place(report)
     source = Source(target, batch, seq, image, autocast, optimizer, device)
     model, data, loss, update = source.ingredients()
     with progress(f"fitting {target}"):
