@@ -197,7 +197,7 @@ def test_a_budget_that_cannot_be_met_says_what_to_type_next(run_json):
         ),
         (("report", "run.json", "-o", "x.svg", "--figure", "peek"), "did you mean 'peak'?"),
         (("report", "run.json", "-o", ".", "--force"), ". is a folder: name a file in it"),
-        (("fit", "users_train:make", "--report", "x.pdf"), "x.pdf does not say what to write"),
+        (("fit", "users_train:make", "--report", "x.pdf"), "x.pdf: end it in .html"),
         (("explain", "run.json"), "holds a Profile, not a Plan"),
         (("plan", ":make"), ":make names no module"),
         (("profile", "users_train:of_outputs"), "the loss takes (output), but is called as"),
@@ -240,8 +240,9 @@ def test_a_demo_with_other_losses_does_not_leave_as_if_all_were_well(monkeypatch
 
     done = run("demo")
 
-    assert done.exit_code == 7
+    assert done.exit_code == 1
     assert "losses untouched against fitted: DIFFERENT" in done.stdout
+    assert "error: the losses are not those of the untouched model" in done.stderr
 
 
 def test_fit_prints_its_verdict_as_json():

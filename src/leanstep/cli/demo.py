@@ -5,7 +5,6 @@ import typer
 import leanstep
 from leanstep.cli.options import Force, Json, OutputPath
 from leanstep.cli.output import Output, progress
-from leanstep.errors import VerifyError
 
 _MODEL, _BATCH, _SEQ, _BUDGET = "gpt2-mini", 4, 256, "60%"
 
@@ -32,6 +31,6 @@ def demo(as_json: Json = False, output: OutputPath = None, force: Force = False)
         typer.echo("  " + "  ".join(f"{value:.6f}" for value in lean))
     # Of a model that repeats itself: others differ from run to run without a plan too.
     if fitted.verdict.exact and plain != lean:
-        raise typer.Exit(VerifyError.exit_code)
+        raise leanstep.LeanstepError("the losses are not those of the untouched model")
     if not fitted.verdict.within_budget:
         raise typer.Exit(leanstep.BudgetError.exit_code)

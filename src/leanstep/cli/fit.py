@@ -26,6 +26,8 @@ from leanstep.cli.options import (
 from leanstep.cli.output import Output, progress, say_written
 from leanstep.cli.source import Source
 
+_REPORT_ENDINGS = (".html", ".png", ".svg", ".json")
+
 
 def fit(
     target: Target,
@@ -45,7 +47,7 @@ def fit(
         typer.Option("--takeover", help="Switch off checkpointing that the model already has."),
     ] = False,
     report: Annotated[
-        Path | None, typer.Option(help="Also write a report: .html, .png, .svg or .json.")
+        Path | None, typer.Option(help=f"Also write a report: {', '.join(_REPORT_ENDINGS)}.")
     ] = None,
     as_json: Json = False,
     output: OutputPath = None,
@@ -57,10 +59,8 @@ def fit(
     """
     out = Output(as_json, output, force)
     page = Output(False, report, force)
-    if report is not None:
-        from leanstep.reporters.files import check_place
-
-        check_place(report)
+    if report is not None and report.suffix.lower() not in _REPORT_ENDINGS:
+        raise typer.BadParameter(f"{report}: end it in {', '.join(_REPORT_ENDINGS)}")
     source = Source(target, batch, seq, image, autocast, optimizer, device)
     model, data, loss, update = source.ingredients()
     with progress(f"fitting {target}"):

@@ -34,7 +34,7 @@ def report(
             default the first of these that there is something to draw of.
     """
     place = Path(path)
-    check_place(place, figure)
+    _check_place(place, figure)
     found = collect([results] if isinstance(results, Saved) else results)
     match place.suffix.lower():
         case ".html":
@@ -47,8 +47,8 @@ def report(
             write_trace(found.profile, found.plan, place)
 
 
-def check_place(place: Path, figure: str | None = None) -> None:
-    """Raise InputError unless a name says what to write; asked before work whose result it is."""
+def _check_place(place: Path, figure: str | None) -> None:
+    """Raise InputError unless the name of a file says what to write."""
     ending = place.suffix.lower()
     if ending not in _ENDINGS:
         raise InputError(f"{place} does not say what to write: end it in {', '.join(_ENDINGS)}")
