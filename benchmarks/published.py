@@ -1,6 +1,6 @@
 """Every figure that others have published about activation checkpointing, with ours beside it.
 
-    python benchmarks/published.py --studies predicted.jsonl -o docs/published-figures.md
+    python benchmarks/published.py --studies predicted.jsonl --into docs/benchmarks.md
 
 Ours are estimated for devices that need not be here, and the table says so. Nobody published all
 that is needed to repeat a figure; what was assumed stands in the row. The largest batches come from
@@ -25,13 +25,13 @@ MIB, GIB = 2**20, 2**30
 ONEFLOW_MIB = (9141, 5978)
 ONEFLOW_SECONDS = (25 * 60 + 16, 33 * 60 + 36)
 
-HEAD = """# Published figures, and ours
-
+TITLE = "## Published figures, and ours\n"
+HEAD = f"""{TITLE}
 Made by `python benchmarks/published.py`. **Ours are estimated**, not measured: fake tensors for
 memory, a roofline for time. How near such figures are to a GPU's, and what was measured beside
-other tools on an H200, is in [benchmarks.md](benchmarks.md). "Host" is leanstep with activations
-waiting in pinned host memory, "device" without (`offload=False`). All are plans with `exact=True`;
-nothing was trained for these rows.
+other tools on an H200, stands above. "Host" is leanstep with activations waiting in pinned host
+memory, "device" without (`offload=False`). All are plans with `exact=True`; nothing was trained for
+these rows.
 """
 TAIL = """
 Nobody published all that is needed to repeat a figure. Assumed: for OneFlow, fp32, 128 tokens, a
@@ -152,12 +152,21 @@ def rows(args):
     yield from batch_rows([study_of(line) for line in lines])
 
 
+def with_section(document, section):
+    """A document with the section of this name made anew, up to the next one."""
+    before, title, after = document.partition(TITLE)
+    if not title:
+        raise SystemExit(f"there is no section {TITLE.strip()!r} to write into")
+    _, following, rest = after.partition("\n## ")
+    return f"{before}{section}{following}{rest}"
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--studies", type=Path, nargs="*", default=[])
     parser.add_argument("--resnet-batch", type=int, default=384)
     parser.add_argument("--bert-batch", type=int, default=64)
-    parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("--into", type=Path, help="the document that has the section")
     args = parser.parse_args()
     start = time.monotonic()
     table = [
@@ -168,8 +177,8 @@ def main():
     text = "\n".join([HEAD, *table, TAIL])
     print(text)
     print(f"{time.monotonic() - start:.0f} s")
-    if args.output is not None:
-        args.output.write_text(text)
+    if args.into is not None:
+        args.into.write_text(with_section(args.into.read_text(), text))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,9 @@ from leanstep.profiler.devices import known_devices
 from leanstep.solvers.registry import solver_names
 from leanstep.units import format_bytes
 
-_PACKAGES = ("leanstep", "torch", "numpy", "scipy", "triton", "transformers", "matplotlib")
+_PACKAGES = (
+    *("leanstep", "torch", "numpy", "scipy", "triton", "transformers", "plotly", "matplotlib"),
+)
 
 # A setting is `name:value`; a value may be a list with colons and commas of its own.
 _SETTING = re.compile(r"(\w+):(\[[^\]]*\]|[^,]*)")

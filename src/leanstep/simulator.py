@@ -98,7 +98,7 @@ def timeline(profile: Profile, effects: Sequence[Effect]) -> Timeline:
     return Timeline(
         points=tuple(points),
         peak=peak,
-        at_peak=_breakdown(profile, effects, points[peak].position, points[peak].peak_bytes),
+        at_peak=_breakdown(profile, effects, points[peak]),
         seconds=profile.step_seconds + extra_seconds,
         extra_seconds=extra_seconds,
     )
@@ -161,9 +161,10 @@ def rises(graph: Graph) -> npt.NDArray[np.int64]:
 
 
 def _breakdown(
-    profile: Profile, effects: Sequence[Effect], position: int, peak_bytes: int
+    profile: Profile, effects: Sequence[Effect], point: Point
 ) -> tuple[tuple[Category, int], ...]:
     """The bytes of each category at one point; what its op adds counts as temporary."""
+    position = point.position
     totals = dict.fromkeys(Category, 0)
     # Slack is below zero where the account was seen to be too high.
     totals[Category.OTHER] = max(0, profile.other_bytes + profile.slack_bytes)
@@ -174,7 +175,9 @@ def _breakdown(
         for shift in effect.shifts:
             if shift.start <= position < shift.stop:
                 totals[shift.category] += shift.nbytes
-    totals[Category.TEMPORARY] += peak_bytes - sum(totals.values())
+    # An op that runs again comes before all that the position counts as rebuilt is back.
+    totals[Category.ACTIVATION] += point.live_bytes - sum(totals.values())
+    totals[Category.TEMPORARY] += point.peak_bytes - point.live_bytes
     return tuple((category, nbytes) for category, nbytes in totals.items() if nbytes)
 
 
@@ -189,8 +192,11 @@ def memory_curve(profile: Profile, plan: Plan | None = None) -> MemoryCurve:
     empty = np.zeros(len(profile.graph.ops) + 1, dtype=np.int64)
     levels = {key: shifted(empty, shifts)[places] for key, shifts in by_category.items()}
     levels[Category.OTHER] += max(0, profile.other_bytes + profile.slack_bytes)
+    live = np.array([point.live_bytes for point in line.points])
     peaks = np.array([point.peak_bytes for point in line.points])
-    levels[Category.TEMPORARY] += peaks - sum(levels.values())
+    # As for the peak: what a replay has not brought back yet is missing among activations.
+    levels[Category.ACTIVATION] += live - sum(levels.values())
+    levels[Category.TEMPORARY] += peaks - live
     starts = np.cumsum([0.0, *(point.seconds for point in line.points)])
     return MemoryCurve(
         starts=tuple(starts.tolist()),

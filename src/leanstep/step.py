@@ -125,6 +125,7 @@ def default_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
 
 def checked_loss(loss: Loss) -> Loss:
     """Let a loss function through only when it returns a scalar that backward can start from."""
+    _check_loss(loss)
 
     def compute(model: torch.nn.Module, batch: Any) -> torch.Tensor:
         value = loss(model, batch)
@@ -140,6 +141,24 @@ def checked_loss(loss: Loss) -> Loss:
         return value
 
     return compute
+
+
+def _check_loss(loss: object) -> None:
+    """Refuse what cannot be called with model and batch; many expect outputs and labels."""
+    if not callable(loss):
+        raise InputError(f"loss is {type(loss).__name__}, not a function of model and batch")
+    try:
+        signature = inspect.signature(loss)
+    except ValueError:
+        # Code without a Python signature: its first call will tell.
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise InputError(
+            f"the loss takes {signature}, but is called as loss(model, batch): it runs the model "
+            "itself and returns a scalar tensor"
+        ) from error
 
 
 def make_step(

@@ -33,6 +33,10 @@ def without_batch():
 
 def number():
     return 3
+
+def of_outputs():
+    model, batch, _, optimizer = make()
+    return model, batch, lambda output: output.mean(), optimizer
 """
 
 
@@ -71,7 +75,7 @@ def test_every_command_explains_itself_and_ends_with_an_example(command):
 
     assert done.exit_code == 0
     assert f"Example: leanstep {command}" in done.stdout.strip().splitlines()[-1]
-    assert "--force" in done.stdout and "--output" in done.stdout
+    assert all(option in done.stdout for option in ("--json", "--output", "--force"))
 
 
 def test_all_commands_are_listed():
@@ -187,7 +191,16 @@ def test_a_budget_that_cannot_be_met_says_what_to_type_next(run_json):
         (("plan", "run.json", "--batch", "4"), "its sizes and device are fixed"),
         (("plan", "run.json", "--solver", "mu_tow"), "did you mean 'mu_two'?"),
         (("report", "run.json", "-o", "memory.bmp"), "end it in .html, .png, .svg, .json"),
+        (
+            ("report", "run.json", "-o", "x.html", "--figure", "peak"),
+            "'peak' goes with .png or .svg",
+        ),
+        (("report", "run.json", "-o", "x.svg", "--figure", "peek"), "did you mean 'peak'?"),
+        (("report", "run.json", "-o", ".", "--force"), ". is a folder: name a file in it"),
+        (("fit", "users_train:make", "--report", "x.pdf"), "x.pdf: end it in .html"),
         (("explain", "run.json"), "holds a Profile, not a Plan"),
+        (("plan", ":make"), ":make names no module"),
+        (("profile", "users_train:of_outputs"), "the loss takes (output), but is called as"),
         (("plam",), "Did you mean 'plan'?"),
     ],
 )
@@ -217,6 +230,19 @@ def test_the_demo_trains_the_same_losses(monkeypatch):
 
     assert done.exit_code == 0, done.output
     assert "losses untouched against fitted: equal, bit for bit" in done.stdout
+
+
+def test_a_demo_with_other_losses_does_not_leave_as_if_all_were_well(monkeypatch):
+    for name, value in (("_MODEL", "gpt2-tiny"), ("_SEQ", 32), ("_BUDGET", "95%")):
+        monkeypatch.setattr(sys.modules["leanstep.cli.demo"], name, value)
+    losses = iter(([1.0], [2.0]))
+    monkeypatch.setattr("leanstep.models.train", lambda built: next(losses))
+
+    done = run("demo")
+
+    assert done.exit_code == 1
+    assert "losses untouched against fitted: DIFFERENT" in done.stdout
+    assert "error: the losses are not those of the untouched model" in done.stderr
 
 
 def test_fit_prints_its_verdict_as_json():
@@ -252,6 +278,25 @@ def test_a_page_tells_all_that_the_files_of_one_model_tell(run_json):
     assert done.exit_code == 0, done.output
     assert "wrote report.html" in done.stderr
     assert "Fits, as predicted" in Path("report.html").read_text()
+
+
+def test_a_report_says_as_json_what_it_wrote(run_json):
+    done = run("report", run_json, "-o", "trace.json", "--json")
+
+    size = Path("trace.json").stat().st_size
+    said = {"file": "trace.json", "num_bytes": size, "shows": ["Profile"]}
+    assert json.loads(done.stdout) == said
+
+
+def test_a_frontier_alone_is_a_figure_but_no_page(run_json):
+    made = run("frontier", run_json, "--points", 2, "--solver", "optimal", "-o", "frontier.json")
+    assert made.exit_code == 0, made.output
+
+    refused = run("report", "frontier.json", "-o", "report.html")
+    assert refused.exit_code == 2
+    assert "give the profile too" in refused.stderr
+    pytest.importorskip("matplotlib")
+    assert run("report", "frontier.json", "-o", "frontier.svg").exit_code == 0
 
 
 def test_a_frontier_has_a_column_for_each_solver(run_json):

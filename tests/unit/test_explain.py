@@ -11,7 +11,7 @@ from leanstep.ir.explanation import group
 from leanstep.ir.text import names_in_a_row, table
 from leanstep.planner import plan
 from leanstep.planner.explain import advice
-from leanstep.simulator import base_levels, simulate
+from leanstep.simulator import base_levels, memory_curve, simulate
 from leanstep.testing import Layer, chain_profile, random_profile
 
 SEEDS = range(24)
@@ -66,8 +66,8 @@ def test_rows_and_holders_add_up(seed: int, engine: str) -> None:
     assert found.unplanned_peak.peak_bytes == found.unplanned_peak_bytes
     expected = dict(simulate(profile, found).at_peak)
     at_peak = {c: n for c, n in found.peak.by_category.items() if n}
-    if not found.peak.is_replayed:
-        assert at_peak == {c: n for c, n in expected.items() if n}
+    assert at_peak == {c: n for c, n in expected.items() if n}
+    assert all(min(levels) >= 0 for _, levels in memory_curve(profile, found).layers)
 
 
 def test_a_kept_plan_frees_nothing_and_moves_nothing() -> None:

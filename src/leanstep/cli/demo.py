@@ -29,3 +29,8 @@ def demo(as_json: Json = False, output: OutputPath = None, force: Force = False)
         verdict = "equal, bit for bit" if plain == lean else "DIFFERENT"
         typer.echo(f"\n{len(lean)} training steps, losses untouched against fitted: {verdict}")
         typer.echo("  " + "  ".join(f"{value:.6f}" for value in lean))
+    # Of a model that repeats itself: others differ from run to run without a plan too.
+    if fitted.verdict.exact and plain != lean:
+        raise leanstep.LeanstepError("the losses are not those of the untouched model")
+    if not fitted.verdict.within_budget:
+        raise typer.Exit(leanstep.BudgetError.exit_code)

@@ -29,6 +29,8 @@ from leanstep.cli.source import Source
 # What a file of settings says, so that the command line must not.
 _SAID_BY_FILE = ("budget", "solver", "engine", "offload", "exact", "takeover")
 
+_REPORT_ENDINGS = (".html", ".png", ".svg", ".json")
+
 
 def fit(
     context: typer.Context,
@@ -53,7 +55,7 @@ def fit(
         typer.Option(help="Settings from a file: leanstep.yaml, pyproject.toml or VISSL's."),
     ] = None,
     report: Annotated[
-        Path | None, typer.Option(help="Also write a report: .html, .png, .svg or .json.")
+        Path | None, typer.Option(help=f"Also write a report: {', '.join(_REPORT_ENDINGS)}.")
     ] = None,
     as_json: Json = False,
     output: OutputPath = None,
@@ -65,10 +67,12 @@ def fit(
     """
     out = Output(as_json, output, force)
     page = Output(False, report, force)
-    source = Source(target, batch, seq, image, autocast, optimizer, device)
-    model, data, loss, update = source.ingredients()
+    if report is not None and report.suffix.lower() not in _REPORT_ENDINGS:
+        raise typer.BadParameter(f"{report}: end it in {', '.join(_REPORT_ENDINGS)}")
     if config is not None:
         _refuse_both(context)
+    source = Source(target, batch, seq, image, autocast, optimizer, device)
+    model, data, loss, update = source.ingredients()
     with progress(f"fitting {target}"):
         if config is not None:
             fitted = leanstep.from_config(model, config, batch=data, loss=loss, optimizer=update)

@@ -10,7 +10,7 @@ Target = Annotated[
     typer.Argument(
         metavar="TARGET",
         help="A built-in model (resnet152), or package.module:factory, which returns model, batch, "
-        "loss and optimizer.",
+        "loss (a function of model and batch) and optimizer.",
     ),
 ]
 TargetOrRun = Annotated[

@@ -31,6 +31,8 @@ class Output:
     def __post_init__(self) -> None:
         if self.path is None:
             return
+        if self.path.is_dir():
+            raise typer.BadParameter(f"{self.path} is a folder: name a file in it")
         if self.path.exists() and not self.force:
             raise typer.BadParameter(f"{self.path} is there already: --force overwrites it")
         if not self.path.parent.is_dir():

@@ -1,5 +1,6 @@
 """`leanstep report`: a file that a person looks at."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -29,14 +30,21 @@ def report(
         str | None,
         typer.Option(help="Which figure: memory, peak, lifetimes, frontier or batches."),
     ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print what was written, and of what, as JSON.")
+    ] = False,
     force: Force = False,
 ) -> None:
     """Show what was found: one page that opens offline, a figure, or a trace for Perfetto.
 
     A profile and its plan together show the step before and after.
     """
-    Output(False, output, force)
+    Output(as_json, output, force)
     results = [leanstep.load(existing(run)) for run in runs]
     with progress("planning for every budget" if output.suffix == ".html" else "drawing"):
         leanstep.report(results, output, figure=figure)
+    if as_json:
+        shown = [type(result).__name__ for result in results]
+        written = {"file": str(output), "num_bytes": output.stat().st_size, "shows": shown}
+        typer.echo(json.dumps(written))
     say_written(output)

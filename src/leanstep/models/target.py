@@ -106,6 +106,8 @@ def _check_name(text: str) -> None:
 
 def _found(text: str) -> Callable[..., Any]:
     place, _, name = text.partition(":")
+    if not place:
+        raise InputError(f"{text} names no module: write package.module:factory")
     module = _module(place)
     function = getattr(module, name, None)
     if callable(function):

@@ -2,6 +2,7 @@
 
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from leanstep.ir import Frontier
 from leanstep.reporters.data import Peaks
@@ -87,24 +88,32 @@ def _phase_starts(steps: Steps) -> list[tuple[str, int]]:
 def draw_frontier(frontier: Frontier, path: Path, *, title: str) -> None:
     """Draw extra time against peak, a line for each solver, and the proved bound."""
     unit, scale = _byte_unit(frontier.unplanned_peak_bytes)
-    figure = new_figure(7, 4.5)
+    figure = new_figure(8.5, 4.5)
     axes = figure.subplots()
     for place, solver in enumerate(frontier.solvers):
-        points = frontier.of(solver)
+        points = sorted(frontier.of(solver), key=lambda point: point.budget_bytes)
         peaks = [point.peak_bytes / scale for point in points]
         extra = [100 * point.extra_seconds / frontier.step_seconds for point in points]
         line = _LINES[place % len(_LINES)]
-        axes.plot(peaks, extra, marker="o", markersize=3, linestyle=line, label=solver)
+        # A plan fits up to the next one's peak, and a bound holds down to the next smaller budget.
+        steps: dict[str, Any] = {"marker": "o", "markersize": 3, "drawstyle": "steps-post"}
+        axes.plot(peaks, extra, linestyle=line, label=solver, **steps)
     bounds = {point.budget_bytes: point.bound_seconds for point in frontier.points}
     budgets = sorted(bounds)
     lowest = [100 * bounds[budget] / frontier.step_seconds for budget in budgets]
     xs = [budget / scale for budget in budgets]
-    axes.plot(xs, lowest, color=_INK, linewidth=0.8, linestyle=":", label="proved bound")
+    style: dict[str, Any] = {
+        "color": _INK,
+        "linewidth": 0.8,
+        "linestyle": ":",
+        "drawstyle": "steps-pre",
+    }
+    axes.plot(xs, lowest, label="proved bound", **style)
     axes.set_ylim(bottom=0)
     axes.set_xlabel(f"peak, {unit}")
     axes.set_ylabel("extra time, % of the step")
     axes.set_title(title)
-    axes.legend(frameon=False)
+    figure.legend(loc="outside right upper", frameon=False)
     figure.savefig(path)
 
 

@@ -14,7 +14,8 @@ from leanstep.reporters.steps import steps_of
 from leanstep.reporters.trace import write_trace
 from leanstep.simulator import memory_curve
 
-_ENDINGS = (".html", ".png", ".svg", ".json")
+_PICTURES = (".png", ".svg")
+_ENDINGS = (".html", *_PICTURES, ".json")
 
 
 def report(
@@ -33,6 +34,7 @@ def report(
             default the first of these that there is something to draw of.
     """
     place = Path(path)
+    _check_place(place, figure)
     found = collect([results] if isinstance(results, Saved) else results)
     match place.suffix.lower():
         case ".html":
@@ -43,13 +45,20 @@ def report(
             if found.profile is None:
                 raise InputError("a trace is of a recorded step: give a profile")
             write_trace(found.profile, found.plan, place)
-        case _:
-            raise InputError(f"{place} does not say what to write: end it in {', '.join(_ENDINGS)}")
+
+
+def _check_place(place: Path, figure: str | None) -> None:
+    """Raise InputError unless the name of a file says what to write."""
+    ending = place.suffix.lower()
+    if ending not in _ENDINGS:
+        raise InputError(f"{place} does not say what to write: end it in {', '.join(_ENDINGS)}")
+    if figure is not None and figure not in _FIGURES:
+        raise unknown_name("figure", figure, _FIGURES)
+    if figure is not None and ending not in _PICTURES:
+        raise InputError(f"{place} is no figure: {figure!r} goes with {' or '.join(_PICTURES)}")
 
 
 def _figure_name(results: Results, asked: str | None) -> str:
-    if asked is not None and asked not in _FIGURES:
-        raise unknown_name("figure", asked, _FIGURES)
     can_draw = {
         "memory": results.profile is not None,
         "batches": results.study is not None,

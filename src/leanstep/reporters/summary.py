@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from leanstep.errors import InputError
 from leanstep.ir import Ladder, MaxBatch, Plan, Profile, Sweep, Trial, Verdict
 from leanstep.units import format_bytes, format_change, format_percent, format_seconds
 
@@ -44,8 +45,11 @@ def summarise(
         return _of_plan(plan)
     if profile is not None:
         return _of_profile(profile, ladder)
-    assert study is not None, "a report is of something"
-    return _of_study(study)
+    if study is not None:
+        return _of_study(study)
+    raise InputError(
+        "a page needs more than a frontier: give the profile too; a figure can be of it alone"
+    )
 
 
 def _of_verdict(verdict: Verdict, plan: Plan | None) -> Summary:

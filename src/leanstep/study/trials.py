@@ -101,7 +101,14 @@ def _measured(conditions: Conditions, batch: int) -> Trial:
             exact=conditions.exact,
         )
     except BudgetError as error:
-        known = profile(model, data, loss, optimizer=optimizer, engine=conditions.engine)
+        known = profile(
+            model,
+            data,
+            loss,
+            optimizer=optimizer,
+            engine=conditions.engine,
+            exact=conditions.exact,
+        )
         return Trial(
             batch,
             Reading(known.peak_bytes, known.step_seconds, known.fits_device),

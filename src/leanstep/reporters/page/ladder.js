@@ -112,10 +112,11 @@ class BudgetSlider {
     const others = solvers.filter((name) => this.usesHost || name !== this.ladder.solver);
     const without = this.usesHost ? ", no host memory" : "";
     const dashes = ["dot", "dash", "dashdot", "longdash", "longdashdot"];
+    // Steps, not slopes: between two budgets the plan of the smaller one fits, and the bound of the larger one holds.
     const traces = [
-      line("proved bound", this.rungs.map((rung) => ({...rung, peak_bytes: rung.budget_bytes, extra_seconds: rung.bound_seconds})), {mode: "lines", line: {color: colour("quiet"), width: 1, dash: "dot"}}),
-      ...others.map((name, place) => line(`${name}${without}`, this.frontier.points.filter((point) => point.solver === name), {mode: "lines", line: {color: colour(`group-${[5, 3, 4, 1, 2][place % 5]}`), width: 1.5, dash: dashes[place % 5]}})),
-      line(this.ladder.solver, this.rungs, {mode: "lines+markers", line: {color: colour("after"), width: 2}, marker: {size: 5, color: colour("after")}}),
+      line("proved bound", this.rungs.map((rung) => ({...rung, peak_bytes: rung.budget_bytes, extra_seconds: rung.bound_seconds})), {mode: "lines", line: {shape: "vh", color: colour("quiet"), width: 1, dash: "dot"}}),
+      ...others.map((name, place) => line(`${name}${without}`, this.frontier.points.filter((point) => point.solver === name).sort((a, b) => a.budget_bytes - b.budget_bytes), {mode: "lines", line: {shape: "hv", color: colour(`group-${[5, 3, 4, 1, 2][place % 5]}`), width: 1.5, dash: dashes[place % 5]}})),
+      line(this.ladder.solver, this.rungs, {mode: "lines+markers", line: {shape: "hv", color: colour("after"), width: 2}, marker: {size: 5, color: colour("after")}}),
       ...(this.planned ? [line("this plan", [{budget_bytes: this.planBudget, peak_bytes: this.planned[0], extra_seconds: this.planned[1]}],
         {mode: "markers", marker: {symbol: "diamond", size: 10, color: colour("bad")}})] : []),
       {type: "scatter", mode: "markers", name: "slider", ...this.mark(), hoverinfo: "skip", showlegend: false, marker: {size: 14, color: "rgba(0,0,0,0)", line: {width: 2.5, color: colour("ink")}}},

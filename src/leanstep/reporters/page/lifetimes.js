@@ -4,7 +4,7 @@ const FATES = ["kept", "recomputed", "offloaded"];
 
 function startLifetimes(data) {
   const {lives, num_left_out: more, left_out_bytes: moreBytes} = data.lifetimes;
-  const rest = more ? ` ${more} smaller ones (${formatBytes(moreBytes)} in all) are left out.` : "";
+  const rest = more ? ` Left out: ${more} smaller, ${formatBytes(moreBytes)} in all.` : "";
   byId("lifetimes-caption").textContent =
     `Each line is one activation, from the op that makes it to its last use in backward. Between its last use in forward and its first in backward it only waits.${rest}`;
   const used = FATES.filter((fate) => lives.some((life) => life[6] === fate));

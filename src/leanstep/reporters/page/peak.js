@@ -8,6 +8,8 @@ function startPeak(data) {
   byId("peak-caption").textContent = peakSentence(steps);
   const most = Math.max(...steps.map(([, peak]) => peak.peak_bytes), data.budget_bytes || 0);
   const [unit, bytes] = byteScale(most);
+  fillLegend("peak-legend", peaks.groups.map((name, group) => [name, `var(--group-${group})`])
+    .filter((_, group) => steps.some(([, peak]) => peak.groups[group])));
   plot("peak-groups-plot", "The peak by category", () => groupFigure(data, steps, unit, bytes));
   plot("peak-owners-plot", "The peak by module", () => ownerFigure(steps));
 }
@@ -72,7 +74,7 @@ function ownerFigure(steps) {
   }));
   const every = Math.ceil(rows.length / (isNarrow() ? 9 : 48));
   const labelled = rows.filter((_, place) => place % every === 0);
-  const shorten = (name) => (name.length > 18 ? `…${name.slice(-17)}` : name);
+  const shorten = (name) => (name.length > 22 ? `…${name.slice(-21)}` : name);
   return {traces, layout: {
     height: 330, barmode: "group", bargap: 0.25, bargroupgap: 0, hovermode: "closest", dragmode: false,
     showlegend: steps.length > 1, legend: {orientation: "h", y: 1.02, yanchor: "bottom", x: 0, traceorder: "normal"},

@@ -30,9 +30,11 @@ function studyFigure(study, title, value) {
   const traces = Object.entries(LINES).map(([which, {name, shade, mode, dash}]) => {
     const points = study.points.filter((point) => point[which]);
     const isLargest = (point) => point.batch === study[`largest_${which}`];
+    // Where both are the same batch, one number says it.
+    const isNamed = (point) => isLargest(point) && !(which === "before" && point.batch === study.largest_after);
     return {
       type: "scatter", mode, name, x: points.map((point) => point.batch), y: points.map((point) => value(point.batch, point[which])),
-      text: points.map((point) => (isLargest(point) ? String(point.batch) : "")), textposition: "bottom center",
+      text: points.map((point) => (isNamed(point) ? String(point.batch) : "")), textposition: "bottom center",
       textfont: {size: 11.5, color: colour(shade)}, cliponaxis: false,
       line: {color: colour(shade), width: which === "textbook" ? 1.5 : 2, dash},
       marker: {opacity: 1, size: points.map((point) => (isLargest(point) ? 13 : 8)),
