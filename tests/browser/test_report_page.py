@@ -25,6 +25,8 @@ PLOTS = (
     *("batches-peak-plot", "batches-time-plot", "batches-rate-plot"),
 )
 GIB = 1024**3
+DRAWN_LINES = """document.getElementById("budget-plot").data
+    .map(({name, x, y, line}) => ({name, x, y, shape: line ? line.shape : null}))"""
 
 
 def chromium_path() -> str:
@@ -198,6 +200,30 @@ def test_the_slider_moves_the_numbers(opened, report_path, profile, plan) -> Non
         assert f"{format_bytes(rung.shares[0].dropped_bytes)} recomputed" in says
         seen.append(one.text("#budget-figures"))
     assert len(set(seen)) == 3
+
+
+def test_no_plan_is_drawn_below_the_proved_bound(opened, report_path, plan) -> None:
+    one = opened(report_path)
+
+    traces = {trace["name"]: trace for trace in one.page.evaluate(DRAWN_LINES)}
+    bound = traces.pop("proved bound")
+    # Steps that hold to the left: what is proved of a budget is so of every smaller one.
+    assert bound["shape"] == "vh"
+    assert bound["x"] == sorted(bound["x"])
+    pairs = (zip(trace["x"], trace["y"], strict=True) for trace in traces.values())
+    points = [point for trace in pairs for point in trace]
+    assert len(points) > 4
+    for peak, extra in points:
+        steps = zip(bound["x"], bound["y"], strict=True)
+        holding = [y for x, y in steps if x >= peak - 1e-9]
+        assert not holding or extra >= holding[0] - 1e-9
+    assert {trace["shape"] for trace in traces.values() if len(trace["x"]) > 1} == {"hv"}
+
+
+def test_the_peak_says_what_its_colours_mean(opened, report_path) -> None:
+    one = opened(report_path, 400)
+
+    assert {"parameters", "activations"} <= set(one.text("#peak-legend").splitlines())
 
 
 @pytest.mark.parametrize(("panel", "which"), [(0.2, "untouched"), (0.75, "planned")])

@@ -169,6 +169,12 @@ def test_decisions_are_a_tree_whose_lines_add_up() -> None:
     assert rows[0].depth == 0
     for above, below in itertools.pairwise(rows):
         assert below.depth <= above.depth + 1
+    for place, block in enumerate(rows):
+        ops = list(itertools.takewhile(lambda row: row.kind == "op", rows[place + 1 :]))
+        if block.kind == "block" and ops:
+            assert block.freed_bytes == sum(row.freed_bytes for row in ops)
+            assert block.kept_bytes == sum(row.kept_bytes for row in ops)
+            assert block.seconds == pytest.approx(sum(row.seconds for row in ops))
     for module in (row for row in rows if row.kind == "module"):
         inside = [row for row in blocks if row.path.startswith(f"{module.path}.")]
         assert module.dropped_bytes == sum(row.dropped_bytes for row in inside)

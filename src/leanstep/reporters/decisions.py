@@ -97,8 +97,28 @@ def _block_rows(decision: Decision, name: str, depth: int) -> Iterator[Row]:
     for entry in decision.offload:
         op = entry.key.rpartition(":")[0]
         parked[op] = parked.get(op, 0) + entry.nbytes
-    for row in decision.rows:
-        yield _op_row(row, decision.name, depth + 1, parked.get(row.name, 0))
+    ops = [_op_row(row, decision.name, depth + 1, parked.get(row.name, 0)) for row in decision.rows]
+    yield from ops
+    if decision.dropped_bytes or decision.offload:
+        yield _rest_row(decision, ops, depth + 1)
+
+
+def _rest_row(decision: Decision, ops: Sequence[Row], depth: int) -> Row:
+    """What belongs to a call and to none of its ops: with it the lines add up."""
+    moved_bytes = decision.host_bytes - sum(row.moved_bytes for row in ops)
+    return Row(
+        depth=depth,
+        kind="op",
+        name="around its ops",
+        path=f"{decision.name} around its ops",
+        actions=(MOVED if moved_bytes else KEPT,),
+        kept_bytes=decision.resident_bytes - sum(row.kept_bytes for row in ops),
+        dropped_bytes=decision.dropped_bytes - sum(row.dropped_bytes for row in ops),
+        moved_bytes=moved_bytes,
+        seconds=decision.extra_seconds - sum(row.seconds for row in ops),
+        freed_bytes=decision.unplanned_peak_freed_bytes - sum(row.freed_bytes for row in ops),
+        why="its input, random state that is kept for it, and the time of its hooks",
+    )
 
 
 def _op_row(row: OpRow, block: str, depth: int, moved_bytes: int) -> Row:
