@@ -169,6 +169,14 @@ def is_primal(node: Any) -> bool:
     return node.op == "placeholder" and "tangents" not in str(node.target)
 
 
+def is_held_apart(node: Any) -> bool:
+    """Whether a node that is handed over is not saved: what an autograd.Function puts on `ctx`.
+
+    No hook sees it. Such come last.
+    """
+    return bool(node.meta.get("saved_tensor_with_no_vc_check", False))
+
+
 def kept_by_torch(
     joint: torch.fx.GraphModule, num_outputs: int, static: list[int], budget: float
 ) -> tuple[str, ...]:

@@ -224,3 +224,38 @@ def test_a_rebuild_gets_its_sources_in_the_layout_it_was_compiled_for():
     hooks.check()
     (gradient,) = torch.autograd.grad(out.sum(), [x])
     assert torch.equal(gradient, x.detach() * 2.0)
+
+
+class _OnContext(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.product = torch.mm(x, weight)
+        ctx.save_for_backward(x, weight)
+        return ctx.product.sin()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        inner = gradient * ctx.product.cos()
+        return inner @ weight.t(), x.t() @ inner
+
+
+class WithContext(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.weight = nn.Linear(16, 16), nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x):
+        return _OnContext.apply(torch.tanh(self.inner(x)), self.weight)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_what_a_function_puts_on_its_context_is_not_counted_among_saves():
+    module, x = WithContext(), torch.randn(8, 16, requires_grad=True)
+    found = capture(Example(module, (), (x,), {}, ()), PRECISE)
+    whole, smaller = forms(found)
+    wanted = run(CompiledForm(WithContext.forward, whole, PRECISE), module, x)
+    assert smaller
+    for one in smaller:
+        form = CompiledForm(WithContext.forward, one.kept, PRECISE, whole)
+        assert equal(wanted, run(form, module, x)), one

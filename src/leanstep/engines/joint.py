@@ -18,6 +18,7 @@ from leanstep.ir import Fact
 from leanstep.recorder.facts import call_facts, op_info
 from leanstep.torch_compiler import (
     extract_graph,
+    is_held_apart,
     is_operator,
     is_primal,
     operator_returns,
@@ -37,7 +38,7 @@ class LostNodeError(Exception):
 class Apart:
     """Forward and backward, and a third graph that makes some of what one hands to the other.
 
-    `names` are the tensors that forward hands over, in order, `dropped` those of them that the
+    `names` are the tensors that forward saves, in order, `dropped` those of them that the
     third graph returns, `sources` the nodes that it reads. Forward has `num_inputs`.
     """
 
@@ -137,7 +138,7 @@ class JointGraph:
         """Forward and backward that hand over one set, and what makes that of a smaller one."""
         forward, backward = self.split(whole)
         handed: Any = forward.graph.output_node().args[0][self.num_outputs :]
-        names = [node.name for node in handed if is_tensor(node)]
+        names = [node.name for node in handed if is_tensor(node) and not is_held_apart(node)]
         dropped = [name for name in names if name not in kept and self._is_made(name)]
         there = set(names) - set(dropped)
         wanted = [self.by_name[name] for name in dropped]
