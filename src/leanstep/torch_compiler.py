@@ -94,8 +94,10 @@ def compile_alone_with_inductor(
     from torch._inductor.compile_fx import compile_fx_inner
 
     inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    # Equal blocks share the program, and a CUDA graph would have their results share memory.
+    patches = {**settings, "triton.cudagraphs": False}
     # A context of its own: that of the capture knows the layouts of another graph.
-    with config.patch(settings), tracing(TracingContext(detect_fake_mode(inputs))):
+    with config.patch(patches), tracing(TracingContext(detect_fake_mode(inputs))):
         compiled: Any = compile_fx_inner(graph, inputs)
     run: Callable[[list[Any]], Sequence[Any]] = compiled
     return run
