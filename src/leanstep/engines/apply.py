@@ -176,7 +176,7 @@ class SequentialRuntime:
 
     def __init__(self, stretches: Mapping[tuple[str, ...], Runner]) -> None:
         self.starts = {children[0]: (children, run) for children, run in stretches.items()}
-        self._holders: dict[tuple[str, ...], torch.nn.ModuleList] = {}
+        self._holders: dict[tuple[str, ...], torch.nn.Module] = {}
 
     def __call__(
         self,
@@ -207,10 +207,16 @@ class SequentialRuntime:
         children: tuple[str, ...],
         stretch: list[torch.nn.Module],
     ) -> torch.nn.Module:
-        """The children of a stretch as a module: what others do to the rest is none of its own."""
+        """The children of a stretch as a module: what others do to the rest is none of its own.
+
+        By their names: compiled code looks for them by these.
+        """
         holder = self._holders.get(children)
-        if holder is None or any(a is not b for a, b in zip(holder, stretch, strict=True)):
-            holder = self._holders[children] = torch.nn.ModuleList(stretch)
+        held = () if holder is None else vars(holder)["_modules"].values()
+        if holder is None or any(a is not b for a, b in zip(held, stretch, strict=True)):
+            holder = self._holders[children] = torch.nn.Module()
+            for name, child in zip(children, stretch, strict=True):
+                holder.add_module(name, child)
         holder.training = module.training
         return holder
 
