@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from leanstep.errors import InputError
+from leanstep.errors import InputError, unknown_name
 from leanstep.planner.options import check_engine
 from leanstep.solvers.base import Solver
 from leanstep.solvers.registry import find_solver
@@ -129,9 +129,7 @@ def _mapping(table: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any
 def _refuse_unknown(table: Mapping[str, Any], known: Collection[str], where: str) -> None:
     for key in table:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.6)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
-            raise InputError(f"{where}: {key!r} means nothing; {hint}")
+            raise InputError(f"{where}: {unknown_name('key', key, known)}")
 
 
 def _checked(given: Mapping[str, Any], where: str) -> Config:

@@ -38,8 +38,9 @@ class InputError(LeanstepError, ValueError):
 def unknown_name(kind: str, name: object, known: abc.Iterable[str]) -> InputError:
     """The error for a name that nothing has, with the nearest of those that are known."""
     names = list(known)
-    nearest = difflib.get_close_matches(str(name).lower(), names, n=1, cutoff=0.5)
-    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+    by_lower = {one.lower(): one for one in names}
+    nearest = difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.5)
+    hint = f"did you mean {by_lower[nearest[0]]!r}? " if nearest else ""
     return InputError(f"no {kind} is called {name!r}: {hint}known are {', '.join(names)}")
 
 

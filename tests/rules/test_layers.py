@@ -72,7 +72,7 @@ MAY_IMPORT = {
     "imagine": RECORDER | {"imagine"},
     "estimator": RECORDER | {"owners", "effects", "simulator", "marks", "profiler", "imagine"},
     "engines": RECORDER | {"engines"},
-    "forms": RECORDER | {"condense", "profiler", "engines", "forms"},
+    "forms": RECORDER | {"condense", "profiler", "engines", "forms", "outcome"},
     "outcome": DEVICE,
     "verifier": RECORDER | {"simulator", "engines", "outcome"},
     "models": BASE | {"models"},

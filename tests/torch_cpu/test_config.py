@@ -60,8 +60,8 @@ def test_vissl_without_its_head_switched_off_or_with_a_budget(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("buget: 1GiB", "'buget' means nothing; did you mean 'budget'"),
-        ("colour: red", "'colour' means nothing; known are budget, solver"),
+        ("buget: 1GiB", "no key is called 'buget': did you mean 'budget'"),
+        ("wq: red", "no key is called 'wq': known are budget, solver"),
         ("budget: many", "bad.yaml: "),
         ("solver: optimum\nbudget: 60%", "did you mean 'optimal'"),
         ("engine: jit", "no engine is called 'jit'"),

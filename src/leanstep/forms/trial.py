@@ -16,7 +16,7 @@ from leanstep.engines.inductor import CompiledForm
 from leanstep.engines.parking import Keep, Kept, kept
 from leanstep.errors import MeasureError
 from leanstep.forms.kinds import Example
-from leanstep.profiler.recipes import same_bits
+from leanstep.outcome import same
 from leanstep.recorder.values import has_storage
 from leanstep.torch_private import storage_address, tree_leaves
 from leanstep.truth import OpMeter, allocated_bytes, stopwatch
@@ -83,10 +83,10 @@ class Trial:
             again = self._numbers(form)
             self._expected = found
             # Kernels that sum in the order they finish differ from run to run.
-            self._is_stable = [_same(a, b) for a, b in zip(found, again, strict=True)]
+            self._is_stable = [same(a, b) for a, b in zip(found, again, strict=True)]
             return True
         triples = zip(self._expected, found, self._is_stable, strict=True)
-        return all(_same(a, b) for a, b, is_stable in triples if is_stable)
+        return all(same(a, b) for a, b, is_stable in triples if is_stable)
 
     def _forward(self, form: CompiledForm, keep: Keep | None = None) -> list[torch.Tensor]:
         before = form.runs
@@ -181,11 +181,3 @@ def _straight(module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
 def _median(numbers: Iterable[float]) -> float:
     ordered = sorted(numbers)
     return ordered[len(ordered) // 2]
-
-
-def _same(wanted: torch.Tensor | None, found: torch.Tensor | None) -> bool:
-    if wanted is None or found is None:
-        return wanted is None and found is None
-    if wanted.shape != found.shape or wanted.dtype != found.dtype:
-        return False
-    return same_bits(wanted.contiguous(), found.contiguous())

@@ -54,11 +54,6 @@ class Trial:
         return self.baseline.seconds / self.batch if self.baseline else 0.0
 
     @property
-    def sqrt_peak_bytes(self) -> int | None:
-        """The peak that the textbook promises for √n segments."""
-        return self.textbook.peak_bytes if self.textbook else None
-
-    @property
     def planned_sample_seconds(self) -> float:
         """The planned step's time for each sample; 0 where there is none."""
         return self.planned.seconds / self.batch if self.planned else 0.0
