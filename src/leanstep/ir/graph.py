@@ -80,7 +80,9 @@ class Storage:
 
     Live at the start of op p exactly when `birth < p <= death`: `birth` is the op that allocated
     it (-1: there before the step), `death` the last op it lived through. `natural_death` is the
-    death it would have had if autograd held nothing.
+    death it would have had if autograd held nothing. `absences` are the stretches of positions, as
+    (start, stop), at which it is emptied: FSDP2 gathers a block's parameters into the same storages
+    again and again.
     """
 
     nbytes: int
@@ -88,6 +90,13 @@ class Storage:
     birth: int
     death: int
     natural_death: int
+    absences: tuple[tuple[int, int], ...] = ()
+
+    def is_live(self, position: int) -> bool:
+        """Whether it takes memory at a position."""
+        if not self.birth < position <= self.death:
+            return False
+        return not any(start <= position < stop for start, stop in self.absences)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,65 @@
+"""One rank of many, on one machine: FSDP2 over a process group in which nobody else is.
+
+Torch's `fake` process group has any number of ranks and moves nothing. Rank 0 is the one to look
+at: where parameters do not divide evenly, the first ranks have the larger parts. The blocks are
+sharded one by one and what is left as a whole, as FSDP2's own examples do; each is gathered for its
+forward, let go, and gathered again for its backward.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from leanstep.errors import InputError
+from leanstep.recorder.blocks import guess_blocks
+
+MOST_RANKS = 1024
+
+
+def check_ranks(ranks: int) -> None:
+    """Raise InputError unless so many ranks can be imagined here."""
+    if not isinstance(ranks, int) or not 1 <= ranks <= MOST_RANKS:
+        raise InputError(f"ranks={ranks!r} is not a number of processes from 1 to {MOST_RANKS}")
+    if not dist.is_available():
+        raise InputError("ranks= needs a torch with torch.distributed")
+    if dist.is_initialized():
+        raise InputError(
+            "ranks= imagines the other processes, and this one has a process group already: call "
+            "leanstep.profile in a process of its own"
+        )
+
+
+@contextmanager
+def imagined_ranks(ranks: int) -> Iterator["dist.DeviceMesh"]:
+    """All ranks as a mesh, of which this process is the first; gone after the block."""
+    # Late: it takes a second to load.
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("fake", rank=0, world_size=ranks)
+    try:
+        yield init_device_mesh("cpu", (ranks,))
+    finally:
+        dist.destroy_process_group()
+
+
+def shard(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: "dist.DeviceMesh"
+) -> None:
+    """Shard a model block by block, and let its optimizer have the shards."""
+    from torch.distributed.fsdp import fully_shard
+
+    if optimizer is not None and optimizer.state:
+        raise InputError("the factory's optimizer has stepped: with ranks= it must be a new one")
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    paths, _ = guess_blocks(model)
+    for path in filter(None, paths):
+        fully_shard(model.get_submodule(path), mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    shards = dict(model.named_parameters())
+    for group in optimizer.param_groups if optimizer is not None else ():
+        group["params"] = [
+            shards[names[id(whole)]] if id(whole) in names else whole for whole in group["params"]
+        ]
