@@ -4,6 +4,7 @@ What a scenario returns is saved for the test that started it; so is the error i
 """
 
 import dataclasses
+import itertools
 import sys
 import time
 from contextlib import nullcontext
@@ -25,9 +26,14 @@ from torch.profiler import ProfilerActivity, profile
 
 import leanstep
 from leanstep.ir import Category, Fact
+from leanstep.recorder import record
+from leanstep.recorder.signatures import Signatures
+from leanstep.step import make_step
 from leanstep.torch_private import local_tensor, memory_event_bytes
+from leanstep.truth import _cpu_changes, resident_bytes
 
 WIDTH = 64
+WIDE = 512
 PIECE_BYTES = 64 << 10
 
 
@@ -40,6 +46,16 @@ class Block(nn.Module):
 
     def forward(self, x):
         return x + self.drop(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class WideBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDE)
+        self.up, self.down = nn.Linear(WIDE, 4 * WIDE), nn.Linear(4 * WIDE, WIDE)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
@@ -156,6 +172,45 @@ def fsdp_lean():
     return both(shard, seed=dist.get_rank())
 
 
+def wide():
+    """A model whose parameters outweigh what it saves, with its loss and optimizer."""
+    torch.manual_seed(1)
+    model = nn.Sequential(*(WideBlock() for _ in range(4)), nn.Linear(WIDE, WIDE))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    return model, torch.randn(256, WIDE), squares, optimizer
+
+
+def fsdp_memory():
+    """The peak of a step that FSDP2 shards, by the allocator and by the account of that step."""
+    model, batch, loss, _ = wide()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in list(model)[:-1]:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    step = make_step(model, batch, loss, optimizer)
+    step.run()
+    resident = resident_bytes(step)
+
+    def run() -> None:
+        step.run()
+        # Threads of gloo's let go of something after the step has ended.
+        time.sleep(0.05)
+
+    # As often on every rank; a reading whose level does not come back is none.
+    readings = [_cpu_changes(run) for _ in range(3)]
+    measured = [resident + max(itertools.accumulate(one)) for one in readings if sum(one) == 0]
+    return {"measured": measured, "recorded": recorded_peak(record(step, Signatures()))}
+
+
+def recorded_peak(graph) -> int:
+    """The most that is live inside an op."""
+    return max(
+        op.rise_bytes + sum(s.nbytes for s in graph.storages if s.is_live(position))
+        for position, op in enumerate(graph.ops)
+    )
+
+
 def tensor_parallel_lean():
     """Modules whose tensors are spread over the ranks: untouched, and lean."""
 
@@ -243,11 +298,12 @@ def peak_of(name: str) -> int:
         for _ in range(2):
             squares(called, batch[:4]).backward()
             model.zero_grad()
-    level = peak = 0
-    for nbytes in memory_event_bytes(profiler):
-        level += nbytes
-        peak = max(peak, level)
-    return peak
+    return highest(profiler)
+
+
+def highest(profiler) -> int:
+    """The most that was allocated at once while a profiler looked on."""
+    return max(itertools.accumulate(memory_event_bytes(profiler)))
 
 
 def run(scenarios: list[str], world: int, rank: int, folder: Path) -> None:

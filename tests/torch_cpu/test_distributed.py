@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
+from ranks import wide
+
+import leanstep
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = ROOT / "tests" / "support" / "ranks.py"
@@ -62,7 +65,7 @@ def once(tmp_path_factory, world: int, scenarios: list[str]) -> list[dict]:
 def two(tmp_path_factory) -> list[dict]:
     right = ["ddp", "by_hand", "ddp_accumulated", "by_hand_accumulated", "ddp_fitted", "ddp_lean"]
     wrong = [scenario for scenario, *_ in WRONG]
-    others = ["memory", "fsdp_lean", "tensor_parallel_lean"]
+    others = ["memory", "fsdp_lean", "fsdp_memory", "tensor_parallel_lean"]
     return once(tmp_path_factory, 2, [*right, *wrong, *others])
 
 
@@ -124,6 +127,17 @@ def test_sharded_models_train_the_same_numbers_and_recompute_no_collective(two, 
         assert not any("c10d" in key or "fsdp" in key for key in found["dropped"])
         # What is spread over the ranks counts by the part that is here.
         assert found["share"] < 0.7
+
+
+def test_peak_of_a_sharded_step_is_that_of_the_account_and_of_the_imagined_rank(two) -> None:
+    measured = max(peak for rank in two for peak in rank["fsdp_memory"]["measured"])
+    imagined = leanstep.profile(wide, device="h200", ranks=2).peak_bytes
+
+    for rank in two:
+        # It was too high by the parameters that were taken to stay gathered, and by gloo's buffers.
+        assert rank["fsdp_memory"]["recorded"] == pytest.approx(measured, rel=0.001)
+    # Without the buffers that gloo has and NCCL has not.
+    assert imagined == pytest.approx(measured, rel=0.03)
 
 
 @pytest.mark.parametrize(("scenario", "error", "message"), WRONG)

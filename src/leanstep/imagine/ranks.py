@@ -6,6 +6,7 @@ sharded one by one and what is left as a whole, as FSDP2's own examples do; each
 forward, let go, and gathered again for its backward.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -45,6 +46,16 @@ def imagined_ranks(ranks: int) -> Iterator["dist.DeviceMesh"]:
         dist.destroy_process_group()
 
 
+def _apart(model: nn.Module) -> Iterator[nn.Module]:
+    """The blocks that may be gathered without the others: they share no parameter with them."""
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    for path in filter(None, guess_blocks(model)[0]):
+        module = model.get_submodule(path)
+        inside = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+        if inside and all(uses[key] == number for key, number in inside.items()):
+            yield module
+
+
 def shard(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: "dist.DeviceMesh"
 ) -> None:
@@ -54,9 +65,8 @@ def shard(
     if optimizer is not None and optimizer.state:
         raise InputError("the factory's optimizer has stepped: with ranks= it must be a new one")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    paths, _ = guess_blocks(model)
-    for path in filter(None, paths):
-        fully_shard(model.get_submodule(path), mesh=mesh)
+    for module in list(_apart(model)):
+        fully_shard(module, mesh=mesh)
     fully_shard(model, mesh=mesh)
     shards = dict(model.named_parameters())
     for group in optimizer.param_groups if optimizer is not None else ():

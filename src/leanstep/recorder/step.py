@@ -176,12 +176,23 @@ class StepRecording(torch_private.TorchDispatchMode):
         for tensor, is_written in tensor_arguments(info, args, kwargs):
             number = self.book.find(tensor)
             if number is None:
-                # Made behind torch's back (from NumPy, say): it was there all along.
-                number = self._add_storage(tensor, birth=-1)
+                number = self._add_unseen(tensor)
             reads.append(self.book.value(number))
             if is_written:
                 written[number] = None
         return reads, list(written)
+
+    def _add_unseen(self, tensor: torch.Tensor) -> int:
+        """Add a storage that was made behind torch's back."""
+        last = self.ops[-1] if self.ops else None
+        if last is None or Fact.COLLECTIVE not in last.facts:
+            # From NumPy, say: it was there all along.
+            return self._add_storage(tensor, birth=-1)
+        # A collective's own, as gloo has them.
+        number = self._add_storage(tensor, birth=len(self.ops) - 1)
+        writes = (*last.writes, self.book.value(number))
+        self.ops[-1] = dataclasses.replace(last, writes=writes)
+        return number
 
     def _births(self, out: Any) -> list[Value]:
         births = []
