@@ -68,7 +68,8 @@ def profile(
 
     With `ranks` as well, that function's model is sharded over so many processes by FSDP2, block by
     block, and the profile is that of the one with the largest shards; none but this process is
-    started.
+    started. A function with a parameter `mesh` is given all of them as a mesh, to shard its model
+    itself.
 
     With `engine="inductor"` the profile is that of the step with its blocks compiled: each kind of
     block is compiled in several forms, and each of them measured, which takes seconds a form. With

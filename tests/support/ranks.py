@@ -198,7 +198,7 @@ def fsdp_memory():
         time.sleep(0.05)
 
     # As often on every rank; a reading whose level does not come back is none.
-    readings = [_cpu_changes(run) for _ in range(3)]
+    readings = [_cpu_changes(run) for _ in range(5)]
     measured = [resident + max(itertools.accumulate(one)) for one in readings if sum(one) == 0]
     return {"measured": measured, "recorded": recorded_peak(record(step, Signatures()))}
 

@@ -6,13 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import leanstep
 from leanstep import models
 from leanstep.errors import InputError
 from leanstep.ir import Category, Fact, Profile
-
-MIB = 1 << 20
 
 
 def ranked(name: str, ranks: int, **options: object) -> Profile:
@@ -97,6 +96,22 @@ def test_collective_takes_as_long_as_the_bytes_that_a_rank_receives() -> None:
     # All but the embeddings: those are tied to the head, and gathered with it.
     block = sum(p.nbytes for p in model.layers[0].parameters())
     assert sizes[0] == pytest.approx(5e-6 + 0.75 * block / 350e9, rel=0.01)
+
+
+def test_factory_may_shard_its_model_itself() -> None:
+    def make(mesh):
+        model, batch, loss, _ = models.build("llama-tiny")
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        return model, batch, loss, torch.optim.AdamW(model.parameters())
+
+    ours, theirs = ranked("llama-tiny", 4), leanstep.profile(make, device="h200", ranks=4)
+
+    assert lasting(ours, Category.PARAMETER) == lasting(theirs, Category.PARAMETER)
+    # Gathered in 16 bits.
+    assert max(gathered(theirs)) == pytest.approx(max(gathered(ours)) / 2, rel=0.02)
 
 
 def test_nothing_is_left_of_the_ranks() -> None:

@@ -59,9 +59,11 @@ def _apart(model: nn.Module) -> Iterator[nn.Module]:
 def shard(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: "dist.DeviceMesh"
 ) -> None:
-    """Shard a model block by block, and let its optimizer have the shards."""
-    from torch.distributed.fsdp import fully_shard
+    """Shard a model block by block, unless it is, and let its optimizer have the shards."""
+    from torch.distributed.fsdp import FSDPModule, fully_shard
 
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        return
     if optimizer is not None and optimizer.state:
         raise InputError("the factory's optimizer has stepped: with ranks= it must be a new one")
     names = {id(parameter): name for name, parameter in model.named_parameters()}

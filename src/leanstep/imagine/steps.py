@@ -1,5 +1,6 @@
 """A training step on stand-ins: from a model that exists, or from a factory that makes one."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from leanstep.torch_private import (
     operator_without_form,
 )
 
-Factory = Callable[[], Any]
+Factory = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def imagined_step(
         stack.enter_context(target)
         if not isinstance(source, Ingredients):
             with data_named("the factory"):
-                source = _made_by(source)
+                source = _made_by(source, mesh)
         step = _on_stand_ins(source, stand_ins, target, mesh, gradients_kept=gradients_kept)
         if step.optimizer is not None:
             stack.enter_context(hooks_silent(step.optimizer))
@@ -77,8 +78,9 @@ def imagined_step(
             yield step
 
 
-def _made_by(factory: Factory) -> Ingredients:
-    made = factory()
+def _made_by(factory: Factory, mesh: Any) -> Ingredients:
+    is_given_mesh = mesh is not None and "mesh" in inspect.signature(factory).parameters
+    made = factory(mesh=mesh) if is_given_mesh else factory()
     is_pair = isinstance(made, tuple) and 2 <= len(made) <= 4
     if not is_pair or not isinstance(made[0], torch.nn.Module):
         raise InputError(
