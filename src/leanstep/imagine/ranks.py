@@ -9,6 +9,7 @@ forward, let go, and gathered again for its backward.
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,9 @@ from torch import nn
 
 from leanstep.errors import InputError
 from leanstep.recorder.blocks import guess_blocks
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 MOST_RANKS = 1024
 
@@ -34,7 +38,7 @@ def check_ranks(ranks: int) -> None:
 
 
 @contextmanager
-def imagined_ranks(ranks: int) -> Iterator["dist.DeviceMesh"]:
+def imagined_ranks(ranks: int) -> Iterator["DeviceMesh"]:
     """All ranks as a mesh, of which this process is the first; gone after the block."""
     # Late: it takes a second to load.
     from torch.distributed.device_mesh import init_device_mesh
@@ -56,9 +60,7 @@ def _apart(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def shard(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: "dist.DeviceMesh"
-) -> None:
+def shard(model: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: "DeviceMesh") -> None:
     """Shard a model block by block, unless it is, and let its optimizer have the shards."""
     from torch.distributed.fsdp import FSDPModule, fully_shard
 

@@ -4,8 +4,8 @@ The roofline: an op takes as long as its arithmetic at the speed the device comp
 bytes at the speed of its memory, whichever is longer, and never less than a kernel's launch.
 Arithmetic is counted for products, convolutions and attention, by torch's own formulas; everything
 else is bound by memory. Each speed is the datasheet's peak times the share that torch's kernels
-reach (`devices.toml`). Williams et al., Roofline, 2009. A collective takes as long as the bytes that
-one rank receives at the speed of such exchanges, and nothing overlaps with it.
+reach (`devices.toml`). Williams et al., Roofline, 2009. A collective takes as long as the bytes
+that one rank receives at the speed of such exchanges, and nothing overlaps with it.
 
 Each call is made once on fake tensors, for the shapes of its results.
 """
