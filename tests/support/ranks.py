@@ -161,15 +161,22 @@ class Plain(Net):
         return self.last(x)
 
 
-def fsdp_lean():
+def fsdp_lean(budget: str = "85%", *, has_bias: bool = True):
     """Sharded parameters: untouched, and lean."""
 
     def shard(model: Plain) -> None:
         for block in model.blocks:
+            if not has_bias:
+                block.up.bias = block.down.bias = None
             fully_shard(block, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
 
-    return both(shard, seed=dist.get_rank())
+    return both(shard, dist.get_rank(), budget)
+
+
+def fsdp_lean_tight():
+    """Products with gathered parameters run again: autograd saves all that they start from."""
+    return fsdp_lean("65%", has_bias=False)
 
 
 def wide():
@@ -223,7 +230,7 @@ def tensor_parallel_lean():
     return both(spread, seed=0)
 
 
-def both(distribute, seed: int):
+def both(distribute, seed: int, budget: str = "85%"):
     found = {}
     for is_lean in (False, True):
         torch.manual_seed(1)
@@ -231,7 +238,7 @@ def both(distribute, seed: int):
         distribute(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         batch = torch.randn(1024, WIDTH, generator=torch.Generator().manual_seed(seed))
-        lean = leanstep.lean(model, optimizer, budget="85%") if is_lean else None
+        lean = leanstep.lean(model, optimizer, budget=budget) if is_lean else None
         torch.manual_seed(10 + seed)
         found[is_lean] = []
         for _ in range(4):

@@ -7,7 +7,7 @@ storage. Views write nothing and make no value: whoever reads a view reads its s
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -97,6 +97,12 @@ class Storage:
         if not self.birth < position <= self.death:
             return False
         return not any(start <= position < stop for start, stop in self.absences)
+
+    def is_there_at(self, positions: Iterable[int]) -> bool:
+        """Whether it is not emptied at any of some positions."""
+        return not self.absences or all(
+            not start <= position < stop for start, stop in self.absences for position in positions
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ class Absences:
     def __init__(self) -> None:
         self._stretches: dict[int, list[list[int]]] = {}
         self._open: dict[int, int] = {}
+        self._empty: set[int] = set()
 
     def begin(self, number: int, position: int) -> None:
         """Note that a storage is emptied."""
@@ -25,9 +26,19 @@ class Absences:
 
     def end(self, number: int, position: int) -> None:
         """Note that it has its size again."""
+        self._empty.add(number)
         start = self._open.pop(number, None)
         if start is not None and start < position:
             self._stretches.setdefault(number, []).append([start, position])
+
+    def is_refill(self, number: int) -> bool:
+        """Whether a write to a storage is the first since it has its size again.
+
+        Such a one puts back what was there.
+        """
+        is_empty = number in self._empty
+        self._empty.discard(number)
+        return is_empty
 
     def of(self, number: int, death: int) -> tuple[tuple[int, int], ...]:
         """The absences of a storage that lives through op `death`."""

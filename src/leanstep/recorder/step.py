@@ -145,6 +145,7 @@ class StepRecording(torch_private.TorchDispatchMode):
             spared = self.meter.nbytes(out.untyped_storage())
             self.book.replace(out, reads[0].storage)
             written = [reads[0].storage]
+        written = [number for number in written if not self._absences.is_refill(number)]
         writes = [self.book.write(number) for number in written]
         writes.extend(self._births(out))
         if Fact.RANDOM in facts and self._draws_on_host(out):
