@@ -144,7 +144,7 @@ def test_peak_of_a_sharded_step_is_that_of_the_account_and_of_the_imagined_rank(
         # It was too high by the parameters that were taken to stay gathered, and by gloo's buffers.
         recorded = rank["fsdp_memory"]["recorded"]
         assert 0.999 * measured <= recorded <= 1.001 * measured + block_bytes
-    # Without the buffers that gloo has and NCCL has not.
+    # Collectives allocate nothing of their own there.
     assert imagined == pytest.approx(measured, rel=0.03)
 
 
