@@ -11,7 +11,7 @@ from leanstep.engines.check import check_model, check_step
 from leanstep.errors import InputError, MeasureError
 from leanstep.estimator import estimated_profile
 from leanstep.forms import profile_compiled
-from leanstep.imagine import Factory, Ingredients
+from leanstep.imagine import Factory, Ingredients, check_ranks
 from leanstep.ir import Fact, Graph, Plan, Profile, Verdict
 from leanstep.ir.check import check_blocks, check_graph
 from leanstep.marks import marks_of
@@ -54,6 +54,7 @@ def profile(
     gradients_kept: bool = False,
     engine: str = "auto",
     exact: bool = True,
+    ranks: int | None = None,
 ) -> Profile:
     """Record one training step of a model, find its blocks, and time its ops.
 
@@ -65,6 +66,11 @@ def profile(
     `meta`, or in place of model and batch there may be a function without arguments that returns
     model, batch, loss and optimizer; it is called where new tensors take no memory.
 
+    With `ranks` as well, that function's model is sharded over so many processes by FSDP2, block by
+    block, and the profile is that of the one with the largest shards; none but this process is
+    started. A function with a parameter `mesh` is given all of them as a mesh, to shard its model
+    itself.
+
     With `engine="inductor"` the profile is that of the step with its blocks compiled: each kind of
     block is compiled in several forms, and each of them measured, which takes seconds a form. With
     `exact=False` fused kernels may round as they like, and forms whose bits differ are kept.
@@ -72,10 +78,11 @@ def profile(
     check_engine(engine)
     if device is not None and engine == "inductor":
         raise InputError("compiled blocks are measured on their device: leave out device=")
+    if ranks is not None:
+        _check_ranks(model, device, ranks)
     if device is not None:
-        return estimated_profile(
-            _source(model, batch, loss, optimizer), device, gradients_kept=gradients_kept
-        )
+        source = _source(model, batch, loss, optimizer)
+        return estimated_profile(source, device, gradients_kept=gradients_kept, ranks=ranks)
     if not isinstance(model, torch.nn.Module):
         raise InputError(
             f"model is {type(model).__name__}, not a torch.nn.Module: "
@@ -84,6 +91,17 @@ def profile(
     step = make_step(model, batch, loss, optimizer, gradients_kept=gradients_kept)
     refuse_fitted(model)
     return profile_for(step, engine, exact=exact)
+
+
+def _check_ranks(model: torch.nn.Module | Factory, device: str | None, ranks: int) -> None:
+    check_ranks(ranks)
+    if device is None:
+        raise InputError("ranks= imagines processes on a device: name it, as in device='h200'")
+    if isinstance(model, torch.nn.Module):
+        raise InputError(
+            "with ranks= the model is sharded: give a function that makes model, batch, loss and "
+            "optimizer, not a model that you go on using"
+        )
 
 
 def _source(

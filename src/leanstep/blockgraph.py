@@ -89,6 +89,11 @@ class BlockGraph:
         return tuple(unpack for unpack in self.graph.unpacks if unpack.save in own)
 
     @functools.cached_property
+    def requests(self) -> tuple[int, ...]:
+        """The positions at which backward asks for what the call saved, so that ops run again."""
+        return tuple(unpack.position for unpack in self.unpacks)
+
+    @functools.cached_property
     def reruns(self) -> tuple[Rerun, ...]:
         """The ops of the call that may run a second time."""
         ops = range(self.block.start, self.block.stop)
@@ -266,6 +271,10 @@ class BlockGraph:
         later = self.later
         if later is None or self.border_request < later.stop:
             return ()
+        # FSDP2 gathers the parameters of this call when its own backward begins, not before.
+        read = (self.graph.storages[value.storage] for value in self._read_by(self.block))
+        if not all(storage.is_there_at([self.border_request]) for storage in read):
+            return ()
         found = {value.storage: value for value in self._saved_by(later) + self._read_by(later)}
         return tuple(sorted(s for s, value in found.items() if self._is_border(value)))
 
@@ -412,7 +421,9 @@ class Available:
         return self._is_final(value)
 
     def _is_final(self, value: Value) -> bool:
-        return _final_versions(self._view.graph)[value.storage] == value.version
+        graph = self._view.graph
+        is_there = graph.storages[value.storage].is_there_at(self._view.requests)
+        return is_there and _final_versions(graph)[value.storage] == value.version
 
 
 def rerun(index: int, op: Op) -> Rerun | None:

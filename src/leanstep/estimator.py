@@ -21,12 +21,19 @@ from leanstep.simulator import simulate
 
 
 def estimated_profile(
-    source: Ingredients | Factory, device: str, *, gradients_kept: bool = False
+    source: Ingredients | Factory,
+    device: str,
+    *,
+    gradients_kept: bool = False,
+    ranks: int | None = None,
 ) -> Profile:
-    """Record a step without memory, as the device would run it, and estimate its ops' times."""
+    """Record a step without memory, as the device would run it, and estimate its ops' times.
+
+    With `ranks` it is the step of the first of so many processes, among which the model is sharded.
+    """
     target = find_device(device)
     signatures, company = Signatures(), Company()
-    with imagined_step(source, gradients_kept=gradients_kept) as step:
+    with imagined_step(source, gradients_kept=gradients_kept, ranks=ranks) as step:
         refuse_owners(step.model)
         # Optimizer state is made at the first step; it must be there before the recorded one.
         step.first_run()

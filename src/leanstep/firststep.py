@@ -35,6 +35,7 @@ from leanstep.marks import marks_of
 from leanstep.recorder.blocks import guess_blocks
 from leanstep.recorder.company import Company
 from leanstep.recorder.live import LiveRecording, with_settled_state
+from leanstep.recorder.resizes import resizes_told
 from leanstep.recorder.signatures import Signatures
 from leanstep.recorder.step import adopt_static, mark_gradients, module_hooks
 from leanstep.recorder.values import has_storage
@@ -88,6 +89,7 @@ class FirstStep:
         self._recompute_all()
         hooks = torch.autograd.graph.saved_tensors_hooks(recording.pack, recording.unpack)
         self._open.enter_context(hooks)
+        self._open.enter_context(resizes_told(recording.resized))
         self._open.enter_context(recording)
         # The model's own call has begun before there was a hook on it.
         recording.enter("", step.model)

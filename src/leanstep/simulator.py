@@ -134,6 +134,10 @@ def base_levels(profile: Profile) -> npt.NDArray[np.int64]:
     changes = np.zeros(num_levels + 1, dtype=np.int64)
     np.add.at(changes, np.minimum(births + 1, num_levels), nbytes)
     np.subtract.at(changes, np.minimum(deaths + 1, num_levels), nbytes)
+    for storage in storages:
+        for start, stop in storage.absences:
+            changes[start] -= storage.nbytes
+            changes[stop] += storage.nbytes
     levels: npt.NDArray[np.int64] = np.cumsum(changes[:-1])
     return levels + profile.other_bytes + profile.slack_bytes
 
@@ -142,6 +146,8 @@ def _lives(profile: Profile) -> Iterator[Shift]:
     """Every storage of the untouched step, with its life."""
     for storage in profile.graph.storages:
         yield Shift(storage.birth + 1, storage.death + 1, storage.nbytes, storage.category)
+        for start, stop in storage.absences:
+            yield Shift(start, stop, -storage.nbytes, storage.category)
 
 
 def shifted(levels: npt.NDArray[np.int64], shifts: Iterable[Shift]) -> npt.NDArray[np.int64]:
@@ -169,7 +175,7 @@ def _breakdown(
     # Slack is below zero where the account was seen to be too high.
     totals[Category.OTHER] = max(0, profile.other_bytes + profile.slack_bytes)
     for storage in profile.graph.storages:
-        if storage.birth < position <= storage.death:
+        if storage.is_live(position):
             totals[storage.category] += storage.nbytes
     for effect in effects:
         for shift in effect.shifts:
@@ -212,8 +218,8 @@ def _phases(profile: Profile, line: Timeline) -> Iterator[Phase]:
 
 
 def static_bytes(profile: Profile) -> int:
-    """What is there before the step begins and stays."""
-    own = sum(storage.nbytes for storage in profile.graph.storages if storage.birth < 0)
+    """What is there before the step begins."""
+    own = sum(storage.nbytes for storage in profile.graph.storages if storage.is_live(0))
     return profile.other_bytes + own
 
 

@@ -37,7 +37,12 @@ class TorchDispatchMode(_TorchDispatchMode):
 
 def storage_address(tensor: torch.Tensor) -> int:
     """The identity of a tensor's storage, valid while the storage lives."""
-    address: int = tensor.untyped_storage()._cdata
+    return address_of(tensor.untyped_storage())
+
+
+def address_of(storage: torch.UntypedStorage) -> int:
+    """The identity of a storage, valid while it lives."""
+    address: int = storage._cdata
     return address
 
 

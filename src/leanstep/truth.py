@@ -42,10 +42,14 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 def allocated_bytes(tensor: torch.Tensor, device: torch.device) -> int:
     """What a tensor's storage takes from a device's allocator; 0 if it lies elsewhere."""
-    if tensor.device.type != device.type:
+    return storage_bytes(tensor.untyped_storage(), device)
+
+
+def storage_bytes(storage: torch.UntypedStorage, device: torch.device) -> int:
+    """What a storage takes from a device's allocator; 0 if it lies elsewhere."""
+    if storage.device.type != device.type:
         return 0
-    nbytes = tensor.untyped_storage().nbytes()
-    return cuda_bytes(nbytes) if tensor.device.type == "cuda" else nbytes
+    return cuda_bytes(storage.nbytes()) if device.type == "cuda" else storage.nbytes()
 
 
 def cuda_bytes(nbytes: int) -> int:
@@ -258,9 +262,9 @@ class OpMeter:
         """Whether the step runs on the CPU."""
         return self.device.type == "cpu"
 
-    def nbytes(self, tensor: torch.Tensor) -> int:
-        """What a tensor's storage takes from the allocator."""
-        return allocated_bytes(tensor, self.device)
+    def nbytes(self, storage: torch.UntypedStorage) -> int:
+        """What a storage takes from the allocator."""
+        return storage_bytes(storage, self.device)
 
     def draws_on_host(self, result: torch.Tensor) -> bool:
         """Whether an op with this result draws from the host's generator."""

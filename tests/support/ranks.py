@@ -4,6 +4,7 @@ What a scenario returns is saved for the test that started it; so is the error i
 """
 
 import dataclasses
+import itertools
 import sys
 import time
 from contextlib import nullcontext
@@ -25,9 +26,14 @@ from torch.profiler import ProfilerActivity, profile
 
 import leanstep
 from leanstep.ir import Category, Fact
+from leanstep.recorder import record
+from leanstep.recorder.signatures import Signatures
+from leanstep.step import make_step
 from leanstep.torch_private import local_tensor, memory_event_bytes
+from leanstep.truth import _cpu_changes, resident_bytes
 
 WIDTH = 64
+WIDE = 512
 PIECE_BYTES = 64 << 10
 
 
@@ -40,6 +46,16 @@ class Block(nn.Module):
 
     def forward(self, x):
         return x + self.drop(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class WideBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDE)
+        self.up, self.down = nn.Linear(WIDE, 4 * WIDE), nn.Linear(4 * WIDE, WIDE)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
@@ -145,15 +161,61 @@ class Plain(Net):
         return self.last(x)
 
 
-def fsdp_lean():
+def fsdp_lean(budget: str = "85%", *, has_bias: bool = True):
     """Sharded parameters: untouched, and lean."""
 
     def shard(model: Plain) -> None:
         for block in model.blocks:
+            if not has_bias:
+                block.up.bias = block.down.bias = None
             fully_shard(block, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
 
-    return both(shard, seed=dist.get_rank())
+    return both(shard, dist.get_rank(), budget)
+
+
+def fsdp_lean_tight():
+    """Products with gathered parameters run again: autograd saves all that they start from."""
+    return fsdp_lean("65%", has_bias=False)
+
+
+def wide():
+    """A model whose parameters outweigh what it saves, with its loss and optimizer."""
+    torch.manual_seed(1)
+    model = nn.Sequential(*(WideBlock() for _ in range(4)), nn.Linear(WIDE, WIDE))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    return model, torch.randn(256, WIDE), squares, optimizer
+
+
+def fsdp_memory():
+    """The peak of a step that FSDP2 shards, by the allocator and by the account of that step."""
+    model, batch, loss, _ = wide()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in list(model)[:-1]:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    step = make_step(model, batch, loss, optimizer)
+    step.run()
+    resident = resident_bytes(step)
+
+    def run() -> None:
+        step.run()
+        # Threads of gloo's let go of something after the step has ended.
+        time.sleep(0.05)
+
+    # As often on every rank; a reading whose level does not come back is none.
+    readings = [_cpu_changes(run) for _ in range(5)]
+    measured = [resident + max(itertools.accumulate(one)) for one in readings if sum(one) == 0]
+    return {"measured": measured, "recorded": recorded_peak(record(step, Signatures()))}
+
+
+def recorded_peak(graph) -> int:
+    """The most that is live inside an op."""
+    return max(
+        op.rise_bytes + sum(s.nbytes for s in graph.storages if s.is_live(position))
+        for position, op in enumerate(graph.ops)
+    )
 
 
 def tensor_parallel_lean():
@@ -168,7 +230,7 @@ def tensor_parallel_lean():
     return both(spread, seed=0)
 
 
-def both(distribute, seed: int):
+def both(distribute, seed: int, budget: str = "85%"):
     found = {}
     for is_lean in (False, True):
         torch.manual_seed(1)
@@ -176,7 +238,7 @@ def both(distribute, seed: int):
         distribute(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         batch = torch.randn(1024, WIDTH, generator=torch.Generator().manual_seed(seed))
-        lean = leanstep.lean(model, optimizer, budget="85%") if is_lean else None
+        lean = leanstep.lean(model, optimizer, budget=budget) if is_lean else None
         torch.manual_seed(10 + seed)
         found[is_lean] = []
         for _ in range(4):
@@ -246,11 +308,12 @@ def peak_of(name: str) -> int:
         for _ in range(2):
             squares(called, batch[:4]).backward()
             model.zero_grad()
-    level = peak = 0
-    for nbytes in memory_event_bytes(profiler):
-        level += nbytes
-        peak = max(peak, level)
-    return peak
+    return highest(profiler)
+
+
+def highest(profiler) -> int:
+    """The most that was allocated at once while a profiler looked on."""
+    return max(itertools.accumulate(memory_event_bytes(profiler)))
 
 
 def run(scenarios: list[str], world: int, rank: int, folder: Path) -> None:

@@ -249,7 +249,7 @@ class CallRecorder(torch_private.TorchDispatchMode):
         """The value a tensor looks at; one not seen before comes from outside and is held."""
         number = self.book.find(tensor)
         if number is None:
-            number = self.book.add(tensor)
+            number = self.book.add(tensor.untyped_storage())
             self._outside_numbers.add(number)
         value = self.book.value(number)
         if number in self._outside_numbers and value not in self.outside:
@@ -310,7 +310,7 @@ class CallRecorder(torch_private.TorchDispatchMode):
         key = ""
         for leaf, tensor in enumerate(tensors_in(out)):
             if has_storage(tensor) and self.book.find(tensor) is None:
-                number = self.book.add(tensor)
+                number = self.book.add(tensor.untyped_storage())
                 key = key or self._key(operator)
                 self.keys[number] = f"{key}:{len(births)}"
                 births.append((number, leaf))

@@ -20,9 +20,9 @@ class ImaginedMeter(IdleMeter):
         """It is another device's memory that is counted."""
         return False
 
-    def nbytes(self, tensor: torch.Tensor) -> int:
-        """What a tensor's storage would take from the allocator."""
-        return cuda_bytes(tensor.untyped_storage().nbytes())
+    def nbytes(self, storage: torch.UntypedStorage) -> int:
+        """What a storage would take from the allocator."""
+        return cuda_bytes(storage.nbytes())
 
     def draws_on_host(self, result: torch.Tensor) -> bool:
         """On CUDA each op notes where in the stream it drew: no draw depends on the one before."""

@@ -1,5 +1,6 @@
 """A training step on stand-ins: from a model that exists, or from a factory that makes one."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ import torch
 
 from leanstep.errors import InputError
 from leanstep.imagine.autocast import autocast_as_on_cuda
+from leanstep.imagine.ranks import imagined_ranks, shard
 from leanstep.imagine.target import Target
 from leanstep.imagine.tensors import StandIns
 from leanstep.recorder.source import error_source
@@ -21,7 +23,7 @@ from leanstep.torch_private import (
     operator_without_form,
 )
 
-Factory = Callable[[], Any]
+Factory = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -49,13 +51,17 @@ class ImaginedStep(TrainingStep):
 
 @contextmanager
 def imagined_step(
-    source: Ingredients | Factory, *, gradients_kept: bool = False
+    source: Ingredients | Factory, *, gradients_kept: bool = False, ranks: int | None = None
 ) -> Iterator[TrainingStep]:
-    """A step that runs without memory inside the block; nothing of it is left behind."""
+    """A step that runs without memory inside the block; nothing of it is left behind.
+
+    With `ranks` it is that of the first of so many, among which a factory's model is sharded.
+    """
     stand_ins = StandIns()
     target = Target(stand_ins)
     with ExitStack() as stack:
         stack.enter_context(random_state_untouched())
+        mesh = None if ranks is None else stack.enter_context(imagined_ranks(ranks))
         if isinstance(source, Ingredients):
             stack.enter_context(structure_untouched(source.model.modules()))
         stack.enter_context(conversions_by_data())
@@ -64,16 +70,17 @@ def imagined_step(
         stack.enter_context(target)
         if not isinstance(source, Ingredients):
             with data_named("the factory"):
-                source = _made_by(source)
-        step = _on_stand_ins(source, stand_ins, target, gradients_kept=gradients_kept)
+                source = _made_by(source, mesh)
+        step = _on_stand_ins(source, stand_ins, target, mesh, gradients_kept=gradients_kept)
         if step.optimizer is not None:
             stack.enter_context(hooks_silent(step.optimizer))
         with data_named("the step"):
             yield step
 
 
-def _made_by(factory: Factory) -> Ingredients:
-    made = factory()
+def _made_by(factory: Factory, mesh: Any) -> Ingredients:
+    is_given_mesh = mesh is not None and "mesh" in inspect.signature(factory).parameters
+    made = factory(mesh=mesh) if is_given_mesh else factory()
     is_pair = isinstance(made, tuple) and 2 <= len(made) <= 4
     if not is_pair or not isinstance(made[0], torch.nn.Module):
         raise InputError(
@@ -83,11 +90,18 @@ def _made_by(factory: Factory) -> Ingredients:
 
 
 def _on_stand_ins(
-    source: Ingredients, stand_ins: StandIns, target: Target, *, gradients_kept: bool
+    source: Ingredients,
+    stand_ins: StandIns,
+    target: Target,
+    mesh: Any,
+    *,
+    gradients_kept: bool,
 ) -> TrainingStep:
     # The optimizer first: it finds its parameters by the tensors that they still are.
     optimizer = None if source.optimizer is None else stand_ins.optimizer(source.optimizer)
     stand_ins.model(source.model)
+    if mesh is not None:
+        shard(source.model, optimizer, mesh)
     batch = stand_ins.tree(source.batch)
     step = make_step(source.model, batch, source.loss, optimizer, gradients_kept=gradients_kept)
     if optimizer is not None:

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from leanstep.imagine.autocast import call_with_casts
 from leanstep.imagine.forms import FORMS
 from leanstep.imagine.tensors import StandIns
-from leanstep.torch_private import is_fake
+from leanstep.torch_private import is_fake, wraps_others
 
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 # Not all of Tensor's methods: some call the method in C++ that they stand in front of.
@@ -81,7 +81,9 @@ class Target(TorchFunctionMode):
 
     def _stand_in(self, argument: Any) -> Any:
         if isinstance(argument, torch.Tensor):
-            return argument if is_fake(argument) else self._stand_ins.tensor(argument)
+            # One that is spread over ranks is made of stand-ins.
+            is_made = is_fake(argument) or wraps_others(type(argument))
+            return argument if is_made else self._stand_ins.tensor(argument)
         if isinstance(argument, (list, tuple)) and type(argument) in (list, tuple):
             return type(argument)(map(self._stand_in, argument))
         return argument

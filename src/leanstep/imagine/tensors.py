@@ -12,6 +12,7 @@ import torch
 
 from leanstep.torch_private import (
     is_fake,
+    local_tensor,
     on_storage_of,
     past_every_mode,
     replace_tensors,
@@ -29,8 +30,8 @@ class StandIns:
         self._storages: dict[int, torch.Tensor] = {}
 
     def tensor(self, real: torch.Tensor) -> torch.Tensor:
-        """The stand-in of a tensor; a fake one stands for itself."""
-        if is_fake(real):
+        """The stand-in of a tensor; a fake one stands for itself, and so does one made of fakes."""
+        if is_fake(real) or is_fake(local_tensor(real)):
             return real
         if id(real) not in self._known:
             self._known[id(real)] = (real, self._make(real))

@@ -40,6 +40,9 @@ def _check_life(number: int, storage: Storage, num_ops: int) -> None:
             f"storage {number} is born at op {storage.birth}, could go after op "
             f"{storage.natural_death} and goes after op {storage.death} of {num_ops}"
         )
+    ends = [end for absence in storage.absences for end in absence]
+    if ends != sorted(ends) or any(not 0 <= end <= num_ops + 1 for end in ends):
+        raise GraphError(f"storage {number} is away at {storage.absences} of {num_ops} ops")
     if storage.nbytes < 0:
         raise GraphError(f"storage {number} has {storage.nbytes} bytes")
 

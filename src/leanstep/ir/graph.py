@@ -7,7 +7,7 @@ storage. Views write nothing and make no value: whoever reads a view reads its s
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -80,7 +80,9 @@ class Storage:
 
     Live at the start of op p exactly when `birth < p <= death`: `birth` is the op that allocated
     it (-1: there before the step), `death` the last op it lived through. `natural_death` is the
-    death it would have had if autograd held nothing.
+    death it would have had if autograd held nothing. `absences` are the stretches of positions, as
+    (start, stop), at which it is emptied: FSDP2 gathers a block's parameters into the same storages
+    again and again.
     """
 
     nbytes: int
@@ -88,6 +90,19 @@ class Storage:
     birth: int
     death: int
     natural_death: int
+    absences: tuple[tuple[int, int], ...] = ()
+
+    def is_live(self, position: int) -> bool:
+        """Whether it takes memory at a position."""
+        if not self.birth < position <= self.death:
+            return False
+        return not any(start <= position < stop for start, stop in self.absences)
+
+    def is_there_at(self, positions: Iterable[int]) -> bool:
+        """Whether it is not emptied at any of some positions."""
+        return not self.absences or all(
+            not start <= position < stop for start, stop in self.absences for position in positions
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,16 @@ LLAMA_1B = LlamaSizes(
     vocabulary=128_256,
     positions=2048,
 )
+LLAMA_8B = LlamaSizes(
+    width=4096,
+    depth=32,
+    heads=32,
+    key_heads=8,
+    inner=14_336,
+    vocabulary=128_256,
+    positions=2048,
+    is_tied=False,
+)
 SEQ2SEQ_BASE = Seq2SeqSizes(
     width=768, depth=12, heads=12, inner=3072, vocabulary=32_128, positions=512
 )
@@ -89,6 +99,7 @@ CATALOG: dict[str, Entry] = {
     "gpt2": gpt2(768, 12),
     "gpt2-medium": gpt2(1024, 24),
     "llama-1b": Entry(LLAMA_1B, 1, 2048),
+    "llama-8b": Entry(LLAMA_8B, 1, 2048),
     "seq2seq-base": Entry(SEQ2SEQ_BASE, 4, 512),
     "unet": Entry(UNetSizes(widths=(64, 128, 256, 512), groups=32), 4, 224),
     "gpt2-mini": Entry(GPT2_MINI, 8, 256),

@@ -138,7 +138,7 @@ class _Finder:
         totals: Counter[tuple[Category, str]] = Counter()
         totals[Category.OTHER, ""] += max(0, self.profile.other_bytes + self.profile.slack_bytes)
         for storage in self.graph.storages:
-            if storage.birth < point.position <= storage.death:
+            if storage.is_live(point.position):
                 totals[storage.category, self.owner(storage.birth)] += storage.nbytes
         for block, effect in zip(self.blocks, effects, strict=False):
             for shift in effect.shifts:

@@ -19,6 +19,7 @@ class Device:
     memory_bytes: int
     bandwidth: float
     link: float
+    collective: float
     launch_seconds: float
     peak_flops: Mapping[str, float]
     efficiency: Mapping[str, float]

@@ -4,19 +4,20 @@ The roofline: an op takes as long as its arithmetic at the speed the device comp
 bytes at the speed of its memory, whichever is longer, and never less than a kernel's launch.
 Arithmetic is counted for products, convolutions and attention, by torch's own formulas; everything
 else is bound by memory. Each speed is the datasheet's peak times the share that torch's kernels
-reach (`devices.toml`). Williams et al., Roofline, 2009.
+reach (`devices.toml`). Williams et al., Roofline, 2009. A collective takes as long as the bytes
+that one rank receives at the speed of such exchanges, and nothing overlaps with it.
 
 Each call is made once on fake tensors, for the shapes of its results.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from leanstep.ir import Cost
+from leanstep.ir import Cost, Fact
 from leanstep.profiler.devices import Device
 from leanstep.recorder.facts import named_arguments, op_info, tensor_arguments, tensors_in
 from leanstep.recorder.signatures import CallSpec, TensorSpec
@@ -47,9 +48,12 @@ def estimate(
 
 def call_seconds(spec: CallSpec, device: Device) -> float:
     """How long one call would take; use it inside a mode of fake tensors."""
-    name = op_info(spec.func).name
+    info = op_info(spec.func)
+    name = info.name
     if name.startswith(FREE):
         return 0.0
+    if Fact.COLLECTIVE in info.facts:
+        return _received_bytes(spec) / device.collective + device.launch_seconds
     args = [_argument(arg) for arg in spec.args]
     kwargs = {key: _argument(arg) for key, arg in spec.kwargs}
     try:
@@ -63,6 +67,25 @@ def call_seconds(spec: CallSpec, device: Device) -> float:
     moving = _moved_bytes(spec.func, args, kwargs, out) / (device.bandwidth * share)
     computing = flops / (_peak_flops(device, kind, args) * device.efficiency[kind])
     return max(moving, computing) / _layout_share(device, kind, args) + device.launch_seconds
+
+
+def _received_bytes(spec: CallSpec) -> int:
+    """What one rank receives in a collective: the whole less its own part.
+
+    Where whole and part are as large, as in an all-reduce, all of it goes out and comes back.
+    """
+    sizes = [_nbytes(_argument(tensor)) for tensor in _tensor_specs(spec.args)]
+    if not sizes:
+        return 0
+    return max(sizes) - min(sizes) or 2 * max(sizes)
+
+
+def _tensor_specs(arguments: Any) -> Iterator[TensorSpec]:
+    for argument in arguments:
+        if isinstance(argument, TensorSpec):
+            yield argument
+        elif isinstance(argument, tuple):
+            yield from _tensor_specs(argument)
 
 
 def kind_of(name: str) -> str:

@@ -47,6 +47,9 @@ def op_info(func: Any) -> OpInfo:
     name, arguments = str(func), operator_arguments(func)
     written = {a.name for a in arguments if a.alias_info and a.alias_info.is_write}
     written.update(HIDDEN_WRITES.get(name, ()))
+    if func.namespace == "c10d" and name.partition(".")[2].partition(".")[0].endswith("_"):
+        # `allreduce_` and its like: the first is what comes out, and their schema does not say so.
+        written.add(arguments[0].name)
     facts = []
     if name.startswith(HOST_READS) or torch.Tag.data_dependent_output in func.tags:
         facts.append(Fact.HOST_READ)

@@ -176,18 +176,21 @@ def with_settled_state(graph: Graph, state: frozenset[int]) -> Graph:
 
     `state` are the storages that the optimizer made in this step and keeps.
     """
+    end = len(graph.ops)
     storages = tuple(
-        replace(storage, category=Category.OPTIMIZER_STATE, birth=-1, **_until_the_end(graph))
+        replace(
+            storage,
+            category=Category.OPTIMIZER_STATE,
+            birth=-1,
+            death=end,
+            natural_death=end,
+        )
         if number in state
         else storage
         for number, storage in enumerate(graph.storages)
     )
     ops = tuple(_without_births(op, state, graph) for op in graph.ops)
     return replace(graph, storages=storages, ops=ops)
-
-
-def _until_the_end(graph: Graph) -> dict[str, int]:
-    return {"death": len(graph.ops), "natural_death": len(graph.ops)}
 
 
 def _without_births(op: Op, state: frozenset[int], graph: Graph) -> Op:

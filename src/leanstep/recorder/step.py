@@ -30,6 +30,7 @@ from leanstep.recorder.facts import (
     tensor_arguments,
     tensors_in,
 )
+from leanstep.recorder.resizes import Absences, resizes_told
 from leanstep.recorder.signatures import Signatures
 from leanstep.recorder.source import user_source
 from leanstep.recorder.values import StorageBook, has_storage
@@ -85,6 +86,7 @@ class StepRecording(torch_private.TorchDispatchMode):
         self._occurrences: dict[str, int] = {}
         self._origins: dict[int, tuple[int, str]] = {}
         self._in_place = InPlace()
+        self._absences = Absences()
         self._generator: int | None = None
         self._draw_order = DrawOrder()
         self._started = 0
@@ -140,9 +142,10 @@ class StepRecording(torch_private.TorchDispatchMode):
                 raise
         spared = 0
         if is_in_place:
-            spared = self.meter.nbytes(out)
+            spared = self.meter.nbytes(out.untyped_storage())
             self.book.replace(out, reads[0].storage)
             written = [reads[0].storage]
+        written = [number for number in written if not self._absences.is_refill(number)]
         writes = [self.book.write(number) for number in written]
         writes.extend(self._births(out))
         if Fact.RANDOM in facts and self._draws_on_host(out):
@@ -174,12 +177,23 @@ class StepRecording(torch_private.TorchDispatchMode):
         for tensor, is_written in tensor_arguments(info, args, kwargs):
             number = self.book.find(tensor)
             if number is None:
-                # Made behind torch's back (from NumPy, say): it was there all along.
-                number = self._add_storage(tensor, birth=-1)
+                number = self._add_unseen(tensor)
             reads.append(self.book.value(number))
             if is_written:
                 written[number] = None
         return reads, list(written)
+
+    def _add_unseen(self, tensor: torch.Tensor) -> int:
+        """Add a storage that was made behind torch's back."""
+        last = self.ops[-1] if self.ops else None
+        if last is None or Fact.COLLECTIVE not in last.facts:
+            # From NumPy, say: it was there all along.
+            return self._add_storage(tensor, birth=-1)
+        # A collective's own, as gloo has them.
+        number = self._add_storage(tensor, birth=len(self.ops) - 1)
+        writes = (*last.writes, self.book.value(number))
+        self.ops[-1] = dataclasses.replace(last, writes=writes)
+        return number
 
     def _births(self, out: Any) -> list[Value]:
         births = []
@@ -189,11 +203,30 @@ class StepRecording(torch_private.TorchDispatchMode):
         return births
 
     def _add_storage(self, tensor: torch.Tensor, *, birth: int) -> int:
-        number = self.book.add(tensor)
+        return self._add(tensor.untyped_storage(), birth)
+
+    def _add(self, storage: torch.UntypedStorage, birth: int) -> int:
+        number = self.book.add(storage)
         self._extend(number)
-        self.nbytes[number] = self.meter.nbytes(tensor)
+        self.nbytes[number] = self.meter.nbytes(storage)
         self.births[number] = birth
         return number
+
+    def resized(self, storage: torch.UntypedStorage, is_filled: bool) -> None:
+        """Note that a storage gets its size or is about to lose it."""
+        if self._internal or self.attic is not None:
+            return
+        number = self.book.find_storage(storage)
+        if number is None:
+            number = self._add(storage, -1)
+            self.categories[number] = Category.PARAMETER
+            if is_filled:
+                self._absences.begin(number, 0)
+        if is_filled:
+            self.nbytes[number] = max(self.nbytes[number], self.meter.nbytes(storage))
+            self._absences.end(number, self._started)
+        else:
+            self._absences.begin(number, self._started)
 
     def _extend(self, number: int) -> None:
         self.nbytes.extend([0] * (number + 1 - len(self.nbytes)))
@@ -366,7 +399,8 @@ class StepRecording(torch_private.TorchDispatchMode):
             crosses = self._crosses_into_backward(birth, death)
             category = Category.ACTIVATION if number in saved or crosses else Category.TEMPORARY
         natural = min(death, self.natural_deaths.get(number, death))
-        return Storage(self.nbytes[number], category, birth, death, natural)
+        absences = self._absences.of(number, death)
+        return Storage(self.nbytes[number], category, birth, death, natural, absences)
 
     def _crosses_into_backward(self, birth: int, death: int) -> bool:
         if self.ops[birth].phase is not Phase.FORWARD or death + 1 >= len(self.ops):
@@ -389,6 +423,7 @@ def record(
             stack.enter_context(uncompiled())
             stack.enter_context(module_hooks(step.model, recording))
             adopt_static(step, recording)
+            stack.enter_context(resizes_told(recording.resized))
             stack.enter_context(recording)
             _run(step, recording)
     return recording.graph()

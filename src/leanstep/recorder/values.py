@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from leanstep.ir import Value
-from leanstep.torch_private import storage_address, wraps_others
+from leanstep.torch_private import address_of, storage_address, wraps_others
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
@@ -32,10 +32,14 @@ class StorageBook:
         """The number of a tensor's storage, if it has been seen."""
         return self._numbers.get(storage_address(tensor))
 
-    def add(self, tensor: torch.Tensor) -> int:
-        """Give a tensor's storage a new number."""
+    def find_storage(self, storage: torch.UntypedStorage) -> int | None:
+        """The number of a storage, if it has been seen."""
+        return self._numbers.get(address_of(storage))
+
+    def add(self, storage: torch.UntypedStorage) -> int:
+        """Give a storage a new number."""
         self.versions.append(0)
-        self._register(tensor, len(self.versions) - 1)
+        self._register(storage, len(self.versions) - 1)
         return len(self.versions) - 1
 
     def add_abstract(self) -> int:
@@ -48,7 +52,7 @@ class StorageBook:
         for address, known in list(self._numbers.items()):
             if known == number:
                 del self._numbers[address], self._references[address]
-        self._register(tensor, number)
+        self._register(tensor.untyped_storage(), number)
 
     def alias(self, tensor: torch.Tensor, number: int) -> None:
         """Let a second storage stand for a known one too; its death says nothing."""
@@ -76,9 +80,8 @@ class StorageBook:
         self.versions[number] += 1
         return self.value(number)
 
-    def _register(self, tensor: torch.Tensor, number: int) -> None:
-        storage = tensor.untyped_storage()
-        address = storage_address(tensor)
+    def _register(self, storage: torch.UntypedStorage, number: int) -> None:
+        address = address_of(storage)
         self._numbers[address] = number
         self._references[address] = weakref.ref(storage, self._death_of(address))
 

@@ -52,7 +52,11 @@ class Llama(nn.Module):
         self.rotary = RotaryTables(sizes.positions, head_width, sizes.rotary_base)
         self.layers = nn.ModuleList(llama_layer(sizes) for _ in range(sizes.depth))
         self.norm = nn.RMSNorm(sizes.width, eps=1e-5)
-        self.head = tied_head(self.tokens)
+        self.head = (
+            tied_head(self.tokens)
+            if sizes.is_tied
+            else nn.Linear(sizes.width, sizes.vocabulary, bias=False)
+        )
 
     def forward(self, tokens: Tensor, *, labels: Tensor | None = None) -> Tensor:
         """Return logits, or the loss where `labels` are given."""

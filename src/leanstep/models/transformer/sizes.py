@@ -32,7 +32,11 @@ class Seq2SeqSizes(TransformerSizes):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaSizes(TransformerSizes):
-    """Sizes of a Llama decoder; each key and value head serves `heads // key_heads` queries."""
+    """Sizes of a Llama decoder; each key and value head serves `heads // key_heads` queries.
+
+    `is_tied`: the scores come from the table of tokens, not from a matrix of their own.
+    """
 
     key_heads: int
     rotary_base: float = 500_000.0
+    is_tied: bool = True
