@@ -27,6 +27,7 @@ PLANNER = SOLVERS | {"planner"}
 DEVICE = REBUILD | {
     "torch_private",
     "torch_compiler",
+    "torch_interpreter",
     "eager",
     "step",
     "generators",
@@ -57,6 +58,7 @@ MAY_IMPORT = {
     "condense": IR,
     "torch_private": BASE,
     "torch_compiler": BASE,
+    "torch_interpreter": BASE,
     "owners": BASE | {"torch_private"},
     "eager": BASE | {"torch_private"},
     "step": IR | {"torch_private"},
@@ -96,7 +98,7 @@ TORCH = {
     *("recorder", "profiler", "imagine", "estimator", "engines", "models", "integrations"),
     *("verifier", "truth", "fitter", "state", "step", "torch_private", "testing", "api", "marks"),
     *("eager", "owners", "generators", "torch_compiler", "forms", "outcome", "study", "checkup"),
-    *("cutter", "firststep", "lazy", "sharing", "reduction"),
+    *("cutter", "firststep", "lazy", "sharing", "reduction", "torch_interpreter"),
 }
 WITHOUT_TORCH = (
     "planner",

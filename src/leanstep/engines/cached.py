@@ -17,8 +17,8 @@ from leanstep.eager import seldom_compiled
 from leanstep.engines.context import Context, ReplayError, unpack
 from leanstep.engines.live import LiveCall, storage_copy
 from leanstep.engines.randomness import CudaDraw, cuda_state
-from leanstep.engines.ready import ReadyOp, make_ready
 from leanstep.engines.recording import GENERATOR, RecordedOp, Ref, look_at, without_history
+from leanstep.engines.straight import StraightOps
 from leanstep.ir import Value
 from leanstep.rebuild import Program
 from leanstep.recorder.values import has_storage
@@ -89,9 +89,9 @@ class Template:
     statistics: frozenset[Value] = frozenset()
 
     @cached_property
-    def ready(self) -> dict[int, ReadyOp]:
+    def ready(self) -> StraightOps:
         """The ops, prepared to run again."""
-        return make_ready(self.ops)
+        return StraightOps(self.ops)
 
     @cached_property
     def wanted(self) -> frozenset[int]:

@@ -5,7 +5,7 @@ holds the recorded ops, the sources they start from and what is rebuilt at the m
 refers to a handle, so nothing here is a cycle and everything goes when autograd lets go.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from leanstep.engines.border import Border, Borders, BorderSource, Gate, Guarded
 from leanstep.engines.observer import Observer, observed
 from leanstep.engines.parking import ParkedSource, Spaces
 from leanstep.engines.randomness import CudaDraw
-from leanstep.engines.ready import AnySource, Held, ReadyOp, Source, replay
+from leanstep.engines.ready import AnySource, Held, ReadyOps, Source
 from leanstep.engines.recording import Ref
 from leanstep.errors import LeanstepError
 from leanstep.ir import Value
@@ -116,7 +116,7 @@ class Context:
     def fill(
         self,
         program: Program,
-        ops: Mapping[int, ReadyOp],
+        ops: ReadyOps,
         sources: dict[Value, AnySource],
         random_state: torch.Tensor | None,
         cuda_base: CudaDraw | None = None,
@@ -154,7 +154,7 @@ class Context:
             return ref.anew(held.read(value))
         with below_autograd():
             if runs := session.request(value):
-                replay(runs, self._ops, held)
+                self._ops.replay(runs, held)
             tensor = ref.anew(held.buffers[value.storage])
         if first_time:
             self.answered(value)

@@ -12,7 +12,7 @@ import torch
 
 from leanstep.eager import seldom_compiled
 from leanstep.engines.context import Context, unpack
-from leanstep.engines.ready import make_ready
+from leanstep.engines.ready import ReadyOps
 from leanstep.engines.recording import GENERATOR, CallRecorder, RecordedOp, Ref
 from leanstep.engines.scope import Scope
 from leanstep.ir import Value
@@ -98,7 +98,7 @@ class LiveCall:
                 for value in program.all_sources
                 if value.storage != GENERATOR
             }
-            context.fill(program, make_ready(self.ops_of(program)), sources, self.random_state)
+            context.fill(program, ReadyOps(self.ops_of(program)), sources, self.random_state)
             return context.rebuild(ref, first_time=True)
         finally:
             self.recorder.paused = paused
@@ -225,7 +225,7 @@ class LiveCall:
             for value in self.program.all_sources
             if value.storage != GENERATOR
         }
-        ops = make_ready(self.ops_of(self.program))
+        ops = ReadyOps(self.ops_of(self.program))
         draws = Value(GENERATOR, 0) in self.program.all_sources
         self.context.fill(self.program, ops, sources, self.random_state if draws else None)
 

@@ -96,6 +96,11 @@ def cuda_draws_from(draw: CudaDraw) -> Iterator[None]:
         generator.graphsafe_set_state(own)
 
 
+def lent_offset(device_index: int) -> int:
+    """Where the state stands that was lent last."""
+    return int(_lender(device_index).get_offset())
+
+
 @functools.cache
 def _lender(device_index: int) -> torch.Generator:
     return torch.Generator(torch.device("cuda", device_index))

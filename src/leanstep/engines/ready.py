@@ -3,7 +3,8 @@
 A replay is then a loop over prepared argument lists in which a few places are filled in.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -93,16 +94,17 @@ class ReadyOp:
     """One op, for every call that follows the recording."""
 
     __slots__ = (
-        *("_args", "_births", "_draw", "_func", "_generator", "_kwargs", "_only_birth", "_places"),
-        "grad",
+        *("_args", "_births", "_func", "_kwargs", "_only_birth", "_places"),
+        *("draw", "generator", "grad", "is_random"),
     )
 
     def __init__(self, op: RecordedOp) -> None:
         self._func, self._args, self._kwargs = op.func, op.args, op.kwargs
-        self._births, self._draw, self.grad = op.births, op.draw, op.grad_enabled
+        self._births, self.draw, self.grad = op.births, op.draw, op.grad_enabled
         reads = op.rerun.reads
         draws_on_cpu = op.draw is None and bool(reads) and reads[-1].storage == GENERATOR
-        self._generator = reads[-1] if draws_on_cpu else None
+        self.generator = reads[-1] if draws_on_cpu else None
+        self.is_random = draws_on_cpu or op.draw is not None
         # Where all that is filled in are arguments of their own, which they are is settled here.
         nested = (*(arg for arg in op.args if not isinstance(arg, Ref)), *op.kwargs.values())
         self._places: tuple[tuple[int, Ref, Value], ...] | None = None
@@ -112,14 +114,11 @@ class ReadyOp:
             )
         self._only_birth = op.births[0][0] if [leaf for _, leaf in op.births] == [0] else None
 
-    def run(self, held: Held) -> None:
-        """Run it on what a call holds, and put there what it makes."""
+    def run(self, held: Held) -> Any:
+        """Run it on what a call holds, put there what it makes, and return all of that."""
         args, kwargs = self._filled(held)
-        if self._draw is not None:
-            with cuda_draws_from(self._draw.after(held.cuda_base)):
-                out = self._func(*args, **kwargs)
-        elif self._generator is not None:
-            with cpu_draws_from(held.state_for(self._generator)):
+        if self.is_random:
+            with self.draws(held):
                 out = self._func(*args, **kwargs)
         else:
             out = self._func(*args, **kwargs)
@@ -129,6 +128,14 @@ class ReadyOp:
             leaves = tuple(tensors_in(out))
             for storage, leaf in self._births:
                 held.buffers[storage] = leaves[leaf]
+        return out
+
+    def draws(self, held: Held) -> AbstractContextManager[None]:
+        """Let the generator stand where it stood before the op drew from it."""
+        if self.draw is not None:
+            return cuda_draws_from(self.draw.after(held.cuda_base))
+        assert self.generator is not None
+        return cpu_draws_from(held.state_for(self.generator))
 
     def _filled(self, held: Held) -> tuple[list[Any], Mapping[str, Any]]:
         if self._places is None:
@@ -160,24 +167,37 @@ def _filled(argument: Any, held: Held) -> Any:
     return argument
 
 
-def make_ready(ops: Mapping[int, RecordedOp]) -> dict[int, ReadyOp]:
-    """Prepare the ops of a program."""
-    return {index: ReadyOp(op) for index, op in ops.items()}
+class GradMode:
+    """The grad mode of a replay, switched where it changes: mostly once for all that runs."""
+
+    __slots__ = ("_before", "_is_enabled")
+
+    def __enter__(self) -> "GradMode":
+        self._is_enabled = self._before = torch.is_grad_enabled()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.switch(self._before)
+
+    def switch(self, is_enabled: bool) -> None:
+        """Let what follows run in this mode."""
+        if is_enabled is not self._is_enabled:
+            self._is_enabled = is_enabled
+            torch.set_grad_enabled(is_enabled)
 
 
-def replay(runs: Iterable[Run], ops: Mapping[int, ReadyOp], held: Held) -> None:
-    """Run ops again in order, each in its recorded grad mode, and let go of what is done with."""
-    # The mode is switched where it changes: mostly once, for all that one request runs.
-    is_enabled = before = torch.is_grad_enabled()
-    try:
-        for run in runs:
-            op = ops[run.op.index]
-            if op.grad is not is_enabled:
-                is_enabled = op.grad
-                torch.set_grad_enabled(is_enabled)
-            op.run(held)
-            for storage in run.frees:
-                held.buffers.pop(storage, None)
-    finally:
-        if is_enabled is not before:
-            torch.set_grad_enabled(before)
+class ReadyOps:
+    """The ops of a program, prepared."""
+
+    def __init__(self, ops: Mapping[int, RecordedOp]) -> None:
+        self.ops = {index: ReadyOp(op) for index, op in ops.items()}
+
+    def replay(self, runs: Sequence[Run], held: Held) -> None:
+        """Run ops again in order, each in its recorded grad mode, and let go of what is done."""
+        with GradMode() as mode:
+            for run in runs:
+                op = self.ops[run.op.index]
+                mode.switch(op.grad)
+                op.run(held)
+                for storage in run.frees:
+                    held.buffers.pop(storage, None)

@@ -1,0 +1,283 @@
+"""Replays without Python between their ops.
+
+The first replay of a request runs op by op, and what the ops make is looked at. Then ops that
+follow each other become one program for torch's interpreter, in which an op takes a fraction of
+the time that Python needs to call it. What the interpreter has no words for is run by Python as
+before. Draws of random numbers are part of a program where each begins where the one before has
+ended, so that the generator is moved back once.
+
+Memory is the same to the byte. Inside a program a tensor goes after its last reader; its arguments
+stay until it ends, so it ends with the op after which one of them goes. And it begins with the op
+that first reads what must be brought back, from the host or by another block: not earlier.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from leanstep.engines.randomness import CudaDraw, lent_offset
+from leanstep.engines.ready import GradMode, Held, ReadyOp, ReadyOps, Source
+from leanstep.engines.recording import GENERATOR, RecordedOp, Ref, look_at
+from leanstep.ir import Value
+from leanstep.rebuild import Run
+from leanstep.recorder.facts import HIDDEN_WRITES
+from leanstep.torch_interpreter import (
+    GraphWriter,
+    Node,
+    Program,
+    UnwritableError,
+    is_writable_operator,
+)
+
+# Schedules that are remembered: backward may run through a graph in ever new ways.
+_REMEMBERED = 1000
+
+# Fewer ops than this are not worth a program.
+_LEAST_OPS = 3
+
+
+class StraightOps(ReadyOps):
+    """The ops of a template, and the programs they were made into."""
+
+    def __init__(self, ops: Mapping[int, RecordedOp]) -> None:
+        super().__init__(ops)
+        self._recorded = ops
+        # By the identity of a schedule: the same request gets the same one in every step.
+        self._known: dict[int, tuple[Sequence[Run], list[_Piece]]] = {}
+
+    def replay(self, runs: Sequence[Run], held: Held) -> None:
+        """Run ops again in order, and let go of what is done with."""
+        known = self._known.get(id(runs))
+        if known is None:
+            seen = self._first_replay(runs, held)
+            if len(self._known) < _REMEMBERED:
+                self._known[id(runs)] = (runs, list(_pieces(seen)))
+            return
+        with GradMode() as mode:
+            for piece in known[1]:
+                mode.switch(piece.grad)
+                piece.run(held)
+
+    def _first_replay(self, runs: Sequence[Run], held: Held) -> "list[_Seen]":
+        seen = []
+        brought: set[Value] = set()
+        with GradMode() as mode:
+            for run in runs:
+                ready, op = self.ops[run.op.index], self._recorded[run.op.index]
+                absent = set(_absent(run.op.reads, held)) - brought
+                brought |= absent
+                mode.switch(ready.grad)
+                made = dict(_made(op, ready.run(held), held))
+                drawn = None if ready.draw is None else _drawn(ready.draw, held)
+                seen.append(_Seen(op, ready, run.frees, made, drawn, brings=bool(absent)))
+                for storage in run.frees:
+                    held.buffers.pop(storage, None)
+        return seen
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """An op that was seen running: `made` has the new storages, each with its output and look.
+
+    `drawn` is where the generator of a CUDA device stood afterwards. `brings` says that the op is
+    the first to read something that must be brought back.
+    """
+
+    op: RecordedOp
+    ready: ReadyOp
+    frees: tuple[int, ...]
+    made: Mapping[int, tuple[int, Ref]]
+    drawn: CudaDraw | None
+    brings: bool
+
+    def follows(self, before: "_Seen") -> bool:
+        """Whether an op that draws begins to draw where one before has ended."""
+        if self.ready.draw is not None:
+            return self.ready.draw == before.drawn
+        start, end = self.ready.generator, before.ready.generator
+        return start is not None and end is not None and start.version == end.version + 1
+
+
+def _drawn(draw: CudaDraw, held: Held) -> CudaDraw:
+    """Where a draw has ended, counted as its start is."""
+    moved = lent_offset(draw.device_index) - draw.after(held.cuda_base).offset
+    return replace(draw, offset=draw.offset + moved)
+
+
+def _absent(reads: Sequence[Value], held: Held) -> Iterator[Value]:
+    """The values among some reads that are not simply there."""
+    for value in reads:
+        if type(held.sources.get(value, None)) not in (Source, type(None)):
+            yield value
+
+
+def _made(op: RecordedOp, out: Any, held: Held) -> Iterator[tuple[int, tuple[int, Ref]]]:
+    outputs = [out] if isinstance(out, torch.Tensor) else list(out or ())
+    for storage, _ in op.births:
+        tensor = held.buffers[storage]
+        place = next((p for p, output in enumerate(outputs) if output is tensor), -1)
+        yield storage, (place, look_at(tensor))
+
+
+class _ByPython:
+    """One op that Python calls."""
+
+    __slots__ = ("_frees", "_op", "grad")
+
+    def __init__(self, seen: _Seen) -> None:
+        self._op, self._frees, self.grad = seen.ready, seen.frees, seen.ready.grad
+
+    def run(self, held: Held) -> None:
+        """Run it, and let go of what is done with."""
+        self._op.run(held)
+        for storage in self._frees:
+            held.buffers.pop(storage, None)
+
+
+class _Straight:
+    """Ops that follow each other, as one program."""
+
+    __slots__ = ("_draws", "_frees", "_inputs", "_outputs", "_program", "grad")
+
+    def __init__(
+        self,
+        program: Program,
+        inputs: Sequence[Ref],
+        outputs: Sequence[int],
+        stretch: Sequence[_Seen],
+    ) -> None:
+        self._program, self._outputs = program, outputs
+        self._inputs = [(ref, ref.value) for ref in inputs]
+        self._frees = tuple(storage for one in stretch for storage in one.frees)
+        self._draws = next((one.ready.draws for one in stretch if one.ready.is_random), None)
+        self.grad = stretch[0].ready.grad
+
+    def run(self, held: Held) -> None:
+        """Run them, and let go of what is done with."""
+        sources, buffers, name = held.sources, held.buffers, held.block_name
+        arguments = []
+        for ref, value in self._inputs:
+            # As `held.read`, written out.
+            source = sources.get(value)
+            base = buffers[value.storage] if source is None else source.unchanged(name)
+            arguments.append(ref.of(base))
+        if self._draws is None:
+            made = self._program(*arguments)
+        else:
+            with self._draws(held):
+                made = self._program(*arguments)
+        for storage in self._frees:
+            buffers.pop(storage, None)
+        for storage, tensor in zip(self._outputs, made, strict=True):
+            buffers[storage] = tensor
+
+
+_Piece = _ByPython | _Straight
+
+
+def _pieces(seen: Sequence[_Seen]) -> Iterator[_Piece]:
+    """The ops of a schedule in as few pieces as possible."""
+    for stretch in _stretches(seen):
+        if len(stretch) < _LEAST_OPS:
+            yield from map(_ByPython, stretch)
+        else:
+            yield _written(stretch)
+
+
+def _stretches(seen: Sequence[_Seen]) -> Iterator[list[_Seen]]:
+    """Ops that may run in one program; each that may not, by itself."""
+    stretch: list[_Seen] = []
+    born: dict[int, Ref] = {}
+    for one in seen:
+        if stretch and (_begins(one, stretch) or not _is_writable(one, born)):
+            yield stretch
+            stretch, born = [], {}
+        stretch.append(one)
+        born.update((storage, look) for storage, (_, look) in one.made.items())
+        if not _is_writable(one, born) or not {GENERATOR, *born} >= set(one.frees):
+            yield stretch
+            stretch, born = [], {}
+    if stretch:
+        yield stretch
+
+
+def _begins(one: _Seen, stretch: Sequence[_Seen]) -> bool:
+    """Whether an op needs another state of things than a stretch before it leaves."""
+    drew = next((before for before in reversed(stretch) if before.ready.is_random), None)
+    jumps = one.ready.is_random and drew is not None and not one.follows(drew)
+    return one.brings or jumps or stretch[0].ready.grad is not one.ready.grad
+
+
+def _is_writable(one: _Seen, born: Mapping[int, Ref]) -> bool:
+    """Whether the interpreter can run an op behind those that made some storages."""
+    op = one.op
+    if str(op.func) in HIDDEN_WRITES or not _has_words_for(op):
+        return False
+    # What it writes must be made in the same program: an argument would have to come out again.
+    there = {GENERATOR, *born}
+    if any(value.version and value.storage not in there for value in op.rerun.writes):
+        return False
+    looks = ((ref, born[ref.value.storage]) for ref in _refs(op) if ref.value.storage in born)
+    is_plain = all(ref.dtype is base.dtype and not _is_lazy(ref, base) for ref, base in looks)
+    return is_plain and all(place >= 0 for place, _ in one.made.values())
+
+
+def _is_lazy(*looks: Ref) -> bool:
+    return any(look.is_conj or look.is_neg for look in looks)
+
+
+def _has_words_for(op: RecordedOp) -> bool:
+    if not is_writable_operator(op.func):
+        return False
+    writer = GraphWriter()
+    try:
+        writer.call(op.func, *_with_nodes(op, lambda _: writer.input()))
+    except UnwritableError:
+        return False
+    return True
+
+
+def _refs(op: RecordedOp) -> Iterator[Ref]:
+    for argument in (*op.args, *op.kwargs.values()):
+        items = argument if isinstance(argument, (list, tuple)) else (argument,)
+        yield from (item for item in items if isinstance(item, Ref))
+
+
+def _with_nodes(op: RecordedOp, node_of: Callable[[Ref], Node]) -> tuple[list[Any], dict[str, Any]]:
+    """An op's arguments with nodes in the place of references."""
+
+    def put(argument: Any) -> Any:
+        if isinstance(argument, (list, tuple)):
+            return [put(item) for item in argument]
+        return node_of(argument) if isinstance(argument, Ref) else argument
+
+    return [put(argument) for argument in op.args], {k: put(v) for k, v in op.kwargs.items()}
+
+
+def _written(stretch: Sequence[_Seen]) -> _Straight:
+    """A stretch of ops as one program."""
+    writer = GraphWriter()
+    inputs: dict[Ref, Node] = {}
+    # What the ops have made so far: a storage's whole tensor, and how it looks at the storage.
+    born: dict[int, tuple[Node, Ref]] = {}
+
+    def node_of(ref: Ref) -> Node:
+        if ref.value.storage not in born:
+            if ref not in inputs:
+                inputs[ref] = writer.input()
+            return inputs[ref]
+        node, look = born[ref.value.storage]
+        if (ref.size, ref.stride, ref.offset) == (look.size, look.stride, look.offset):
+            return node
+        return writer.view(node, ref.size, ref.stride, ref.offset)
+
+    for one in stretch:
+        outputs = writer.call(one.op.func, *_with_nodes(one.op, node_of))
+        for storage, (place, look) in one.made.items():
+            born[storage] = (outputs[place], look)
+    frees = {storage for one in stretch for storage in one.frees}
+    stays = [storage for storage in born if storage not in frees]
+    program = writer.finish([born[storage][0] for storage in stays])
+    return _Straight(program, tuple(inputs), stays, stretch)
