@@ -17,7 +17,9 @@ Program = Callable[..., tuple[torch.Tensor, ...]]
 
 # With a number in a tensor's place these go by another name; both make a tensor of the number.
 _WITH_NUMBERS = {
-    f"aten::{name}.Tensor": f"aten::{name}.Scalar" for name in ("add", "sub", "mul", "div")
+    f"aten::{name}{end}.Tensor": f"aten::{name}{end}.Scalar"
+    for name in ("add", "sub", "mul", "div")
+    for end in ("", "_")
 }
 
 # By the numbers that they have in C++.

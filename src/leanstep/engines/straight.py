@@ -3,8 +3,9 @@
 The first replay of a request runs op by op, and what the ops make is looked at. Then ops that
 follow each other become one program for torch's interpreter, in which an op takes a fraction of
 the time that Python needs to call it. What the interpreter has no words for is run by Python as
-before. Draws of random numbers are part of a program where each begins where the one before has
-ended, so that the generator is moved back once.
+before. Draws on a CUDA device are part of a program where each begins where the one before has
+ended, so that the generator is moved back once; the CPU's generator has a state that takes memory,
+which shall not last longer than its op.
 
 Memory is the same to the byte. Inside a program a tensor goes after its last reader; its arguments
 stay until it ends, so it ends with the op after which one of them goes. And it begins with the op
@@ -13,13 +14,14 @@ that first reads what must be brought back, from the host or by another block: n
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from leanstep.engines.randomness import CudaDraw, lent_offset
 from leanstep.engines.ready import GradMode, Held, ReadyOp, ReadyOps, Source
-from leanstep.engines.recording import GENERATOR, RecordedOp, Ref, look_at
+from leanstep.engines.recording import RecordedOp, Ref, look_at
 from leanstep.ir import Value
 from leanstep.rebuild import Run
 from leanstep.recorder.facts import HIDDEN_WRITES
@@ -66,12 +68,14 @@ class StraightOps(ReadyOps):
         with GradMode() as mode:
             for run in runs:
                 ready, op = self.ops[run.op.index], self._recorded[run.op.index]
-                absent = set(_absent(run.op.reads, held)) - brought
-                brought |= absent
+                given = {v: held.sources[v] for v in run.op.reads if v in held.sources}
+                absent = {v for v, source in given.items() if type(source) is not Source}
                 mode.switch(ready.grad)
                 made = dict(_made(op, ready.run(held), held))
                 drawn = None if ready.draw is None else _drawn(ready.draw, held)
-                seen.append(_Seen(op, ready, run.frees, made, drawn, brings=bool(absent)))
+                brings = not absent <= brought
+                brought |= absent
+                seen.append(_Seen(op, ready, frozenset(given), made, run.frees, drawn, brings))
                 for storage in run.frees:
                     held.buffers.pop(storage, None)
         return seen
@@ -79,38 +83,38 @@ class StraightOps(ReadyOps):
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """An op that was seen running: `made` has the new storages, each with its output and look.
+    """An op that was seen running.
 
-    `drawn` is where the generator of a CUDA device stood afterwards. `brings` says that the op is
-    the first to read something that must be brought back.
+    `given` are the values it reads that are kept, not rebuilt. `made` has the new storages, each
+    with its place among the outputs and its look. `drawn` is where the generator of a CUDA device
+    stood afterwards. `brings` says that the op is the first to read something that must be brought
+    back.
     """
 
     op: RecordedOp
     ready: ReadyOp
-    frees: tuple[int, ...]
+    given: frozenset[Value]
     made: Mapping[int, tuple[int, Ref]]
+    frees: tuple[int, ...]
     drawn: CudaDraw | None
     brings: bool
 
     def follows(self, before: "_Seen") -> bool:
         """Whether an op that draws begins to draw where one before has ended."""
-        if self.ready.draw is not None:
-            return self.ready.draw == before.drawn
-        start, end = self.ready.generator, before.ready.generator
-        return start is not None and end is not None and start.version == end.version + 1
+        return self.ready.draw == before.drawn
+
+    def rebuilt(self) -> Iterator[Ref]:
+        """The looks at rebuilt tensors among its arguments."""
+        for argument in (*self.op.args, *self.op.kwargs.values()):
+            items = argument if isinstance(argument, (list, tuple)) else (argument,)
+            refs = (item for item in items if isinstance(item, Ref))
+            yield from (ref for ref in refs if ref.value not in self.given)
 
 
 def _drawn(draw: CudaDraw, held: Held) -> CudaDraw:
     """Where a draw has ended, counted as its start is."""
     moved = lent_offset(draw.device_index) - draw.after(held.cuda_base).offset
     return replace(draw, offset=draw.offset + moved)
-
-
-def _absent(reads: Sequence[Value], held: Held) -> Iterator[Value]:
-    """The values among some reads that are not simply there."""
-    for value in reads:
-        if type(held.sources.get(value, None)) not in (Source, type(None)):
-            yield value
 
 
 def _made(op: RecordedOp, out: Any, held: Held) -> Iterator[tuple[int, tuple[int, Ref]]]:
@@ -194,9 +198,11 @@ def _stretches(seen: Sequence[_Seen]) -> Iterator[list[_Seen]]:
         if stretch and (_begins(one, stretch) or not _is_writable(one, born)):
             yield stretch
             stretch, born = [], {}
+        is_writable = _is_writable(one, born)
         stretch.append(one)
         born.update((storage, look) for storage, (_, look) in one.made.items())
-        if not _is_writable(one, born) or not {GENERATOR, *born} >= set(one.frees):
+        are_its_own = all(born.pop(storage, None) for storage in one.frees)
+        if not is_writable or not are_its_own:
             yield stretch
             stretch, born = [], {}
     if stretch:
@@ -204,7 +210,7 @@ def _stretches(seen: Sequence[_Seen]) -> Iterator[list[_Seen]]:
 
 
 def _begins(one: _Seen, stretch: Sequence[_Seen]) -> bool:
-    """Whether an op needs another state of things than a stretch before it leaves."""
+    """Whether an op needs another state of things than the ops before it leave."""
     drew = next((before for before in reversed(stretch) if before.ready.is_random), None)
     jumps = one.ready.is_random and drew is not None and not one.follows(drew)
     return one.brings or jumps or stretch[0].ready.grad is not one.ready.grad
@@ -213,13 +219,13 @@ def _begins(one: _Seen, stretch: Sequence[_Seen]) -> bool:
 def _is_writable(one: _Seen, born: Mapping[int, Ref]) -> bool:
     """Whether the interpreter can run an op behind those that made some storages."""
     op = one.op
-    if str(op.func) in HIDDEN_WRITES or not _has_words_for(op):
+    draws_on_cpu = one.ready.generator is not None
+    if draws_on_cpu or str(op.func) in HIDDEN_WRITES or not _has_words_for(op):
         return False
     # What it writes must be made in the same program: an argument would have to come out again.
-    there = {GENERATOR, *born}
-    if any(value.version and value.storage not in there for value in op.rerun.writes):
+    if any(value.version and value.storage not in born for value in op.rerun.writes):
         return False
-    looks = ((ref, born[ref.value.storage]) for ref in _refs(op) if ref.value.storage in born)
+    looks = ((ref, born[ref.value.storage]) for ref in one.rebuilt() if ref.value.storage in born)
     is_plain = all(ref.dtype is base.dtype and not _is_lazy(ref, base) for ref, base in looks)
     return is_plain and all(place >= 0 for place, _ in one.made.values())
 
@@ -239,12 +245,6 @@ def _has_words_for(op: RecordedOp) -> bool:
     return True
 
 
-def _refs(op: RecordedOp) -> Iterator[Ref]:
-    for argument in (*op.args, *op.kwargs.values()):
-        items = argument if isinstance(argument, (list, tuple)) else (argument,)
-        yield from (item for item in items if isinstance(item, Ref))
-
-
 def _with_nodes(op: RecordedOp, node_of: Callable[[Ref], Node]) -> tuple[list[Any], dict[str, Any]]:
     """An op's arguments with nodes in the place of references."""
 
@@ -260,11 +260,11 @@ def _written(stretch: Sequence[_Seen]) -> _Straight:
     """A stretch of ops as one program."""
     writer = GraphWriter()
     inputs: dict[Ref, Node] = {}
-    # What the ops have made so far: a storage's whole tensor, and how it looks at the storage.
+    # What is there of what the ops have made: a storage's tensor, and how it looks at the storage.
     born: dict[int, tuple[Node, Ref]] = {}
 
-    def node_of(ref: Ref) -> Node:
-        if ref.value.storage not in born:
+    def node_of(ref: Ref, given: frozenset[Value]) -> Node:
+        if ref.value in given or ref.value.storage not in born:
             if ref not in inputs:
                 inputs[ref] = writer.input()
             return inputs[ref]
@@ -274,10 +274,10 @@ def _written(stretch: Sequence[_Seen]) -> _Straight:
         return writer.view(node, ref.size, ref.stride, ref.offset)
 
     for one in stretch:
-        outputs = writer.call(one.op.func, *_with_nodes(one.op, node_of))
-        for storage, (place, look) in one.made.items():
-            born[storage] = (outputs[place], look)
-    frees = {storage for one in stretch for storage in one.frees}
-    stays = [storage for storage in born if storage not in frees]
-    program = writer.finish([born[storage][0] for storage in stays])
-    return _Straight(program, tuple(inputs), stays, stretch)
+        arguments = _with_nodes(one.op, partial(node_of, given=one.given))
+        outputs = writer.call(one.op.func, *arguments)
+        born.update((s, (outputs[place], look)) for s, (place, look) in one.made.items())
+        for storage in one.frees:
+            born.pop(storage, None)
+    program = writer.finish([node for node, _ in born.values()])
+    return _Straight(program, tuple(inputs), tuple(born), stretch)
