@@ -60,7 +60,7 @@ def estimated_profile(
         step_seconds=sum(costs[op.cost].seconds for op in graph.ops),
         other_bytes=0,
         peak_bytes=0,
-        device=target.name,
+        device=target.name if ranks is None else f"{target.name}, one of {ranks:,} ranks",
         torch_version=torch.__version__,
         model=model,
         gradients_kept=gradients_kept,

@@ -31,6 +31,14 @@ def make(batch=512, width=64):
 def without_batch():
     return make()
 
+def sharded(mesh):
+    from torch.distributed.fsdp import fully_shard
+    model, batch, loss, _ = make()
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, batch, loss, torch.optim.SGD(model.parameters(), lr=0.1)
+
 def number():
     return 3
 
@@ -138,6 +146,17 @@ def test_a_profile_of_a_model_says_what_it_found():
     assert "NVIDIA H200 (estimated)" in done.stdout and "peak memory" in done.stdout
 
 
+def test_a_rank_of_many_is_planned_for_without_the_others():
+    planned = run("plan", "gpt2-tiny", "--device", "h200", "--ranks", 8, "--json")
+    assert planned.exit_code == 0, planned.output
+
+    one, eight = (
+        run("profile", "users_train:sharded", "--device", "h200", "--ranks", n) for n in (1, 8)
+    )
+    assert "NVIDIA H200, one of 8 ranks (estimated)" in " ".join(eight.stdout.split())
+    assert one.stdout != eight.stdout
+
+
 def test_no_file_is_overwritten_without_force(run_json):
     Path("plan.json").write_text("mine")
 
@@ -171,6 +190,10 @@ def test_a_budget_that_cannot_be_met_says_what_to_type_next(run_json):
         (("plan", "gpt2-tiny", "--device", "h20"), "did you mean 'h200'?"),
         (("profile", "users_train:make", "--seq", "8"), "unexpected keyword argument 'seq'"),
         (("fit", "users_train:make", "--device", "h200"), "plan says what it would do there"),
+        (("profile", "gpt2-tiny", "--ranks", "2"), "needs an estimated device, such as --device"),
+        (("plan", "gpt2-tiny", "--device", "h200", "--ranks", "0"), "from 1 to 1024"),
+        (("plan", "users_train:sharded", "--device", "h200"), "say how many --ranks"),
+        (("plan", "run.json", "--ranks", "2"), "its sizes and device are fixed"),
         (("plan", "nowhere.json"), "there is no file nowhere.json"),
         (("max-batch", "run.json", "--budget", "1GiB"), "run.json is a file: this command runs"),
         (("fit", "run.json", "--device", "h200"), "run.json is a file: this command runs"),

@@ -15,6 +15,7 @@ from leanstep.cli.options import (
     Json,
     Optimizer,
     OutputPath,
+    Ranks,
     Seq,
     TargetOrRun,
 )
@@ -30,6 +31,7 @@ def frontier(
     autocast: Autocast = None,
     optimizer: Optimizer = None,
     device: Device = None,
+    ranks: Ranks = None,
     points: Annotated[int, typer.Option(help="How many budgets.")] = 10,
     solver: Annotated[
         list[str] | None, typer.Option(help="A solver; may be given several times.")
@@ -41,7 +43,7 @@ def frontier(
 ) -> None:
     """Show the extra time under each budget, for every solver; without host memory."""
     out = Output(as_json, output, force)
-    known = Source(target, batch, seq, image, autocast, optimizer, device).profile(engine)
+    known = Source(target, batch, seq, image, autocast, optimizer, device, ranks).profile(engine)
     with progress("planning", points * len(solver) if solver else None) as done:
         found = leanstep.frontier(
             known,

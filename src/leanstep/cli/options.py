@@ -33,6 +33,13 @@ Device = Annotated[
         help="cpu or cuda measure here; h200, a100-80gb, rtx4090 or rtx3090 are estimated.",
     ),
 ]
+Ranks = Annotated[
+    int | None,
+    typer.Option(
+        help="Shard the model over so many processes by FSDP2, and look at one of them; with an "
+        "estimated device."
+    ),
+]
 Budget = Annotated[
     str, typer.Option(help='16GiB, "16 GB", 60% of the unplanned peak, or auto (free memory).')
 ]

@@ -14,6 +14,7 @@ from leanstep.cli.options import (
     Offload,
     Optimizer,
     OutputPath,
+    Ranks,
     Seq,
     Solver,
     TargetOrRun,
@@ -31,6 +32,7 @@ def plan(
     autocast: Autocast = None,
     optimizer: Optimizer = None,
     device: Device = None,
+    ranks: Ranks = None,
     solver: Solver = "auto",
     engine: Engine = "auto",
     offload: Offload = True,
@@ -44,7 +46,7 @@ def plan(
     Leaves with 3 if no plan fits.
     """
     out = Output(as_json, output, force)
-    source = Source(target, batch, seq, image, autocast, optimizer, device)
+    source = Source(target, batch, seq, image, autocast, optimizer, device, ranks)
     known = source.profile(engine, exact=exact)
     with progress("planning"):
         found = leanstep.plan(

@@ -11,6 +11,7 @@ from leanstep.cli.options import (
     Json,
     Optimizer,
     OutputPath,
+    Ranks,
     Seq,
     Target,
 )
@@ -26,6 +27,7 @@ def profile(
     autocast: Autocast = None,
     optimizer: Optimizer = None,
     device: Device = None,
+    ranks: Ranks = None,
     engine: Engine = "auto",
     exact: Exact = True,
     as_json: Json = False,
@@ -34,5 +36,5 @@ def profile(
 ) -> None:
     """Record one training step: its ops, memory and times. plan, frontier and report read it."""
     out = Output(as_json, output, force)
-    source = Source(target, batch, seq, image, autocast, optimizer, device)
+    source = Source(target, batch, seq, image, autocast, optimizer, device, ranks)
     out.deliver(source.profile(engine, exact=exact))

@@ -24,6 +24,7 @@ class Source:
     autocast: str | None = None
     optimizer: str | None = None
     device: str | None = None
+    ranks: int | None = None
 
     @property
     def is_file(self) -> bool:
@@ -62,17 +63,22 @@ class Source:
         """Read the profile, or make it."""
         if self.is_file:
             return self._read()
+        if self.ranks is not None and not self.imagined:
+            raise typer.BadParameter("--ranks needs an estimated device, such as --device h200")
         with progress(f"profiling {self.text}"):
             if self.imagined:
-                return leanstep.profile(self.target(), device=self.imagined, engine=engine)
+                return leanstep.profile(
+                    self.target(), device=self.imagined, engine=engine, ranks=self.ranks
+                )
             model, batch, loss, optimizer = self.ingredients()
             return leanstep.profile(
                 model, batch, loss, optimizer=optimizer, engine=engine, exact=exact
             )
 
     def _read(self) -> leanstep.Profile:
-        options = (self.batch, self.seq, self.image, self.autocast, self.optimizer, self.device)
-        if any(option is not None for option in options):
+        sizes = (self.batch, self.seq, self.image, self.ranks)
+        others = (self.autocast, self.optimizer, self.device)
+        if any(option is not None for option in (*sizes, *others)):
             raise typer.BadParameter(f"{self.text} is a profile: its sizes and device are fixed")
         return leanstep.Profile.load(existing(self.text))
 

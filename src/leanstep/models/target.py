@@ -28,12 +28,17 @@ class Target:
     text: str
     options: tuple[tuple[str, object], ...] = ()
 
-    def __call__(self, batch: int | None = None) -> Any:
-        """Make what a training step needs."""
+    def __call__(self, batch: int | None = None, mesh: Any = None) -> Any:
+        """Make what a training step needs; a factory that shards its model is given the mesh."""
         if batch is not None:
             sized = {**dict(self.options), "batch": batch}
-            return _checked(replace(self, options=tuple(sized.items())))()
-        made = self.function(**dict(self.options))
+            return _checked(replace(self, options=tuple(sized.items())))(mesh=mesh)
+        options = dict(self.options)
+        if _takes_mesh(self.function):
+            if mesh is None:
+                raise InputError(f"{self.text} shards its model over a mesh: say how many --ranks")
+            options["mesh"] = mesh
+        made = self.function(**options)
         if not isinstance(made, tuple | list) or len(made) < 2:
             raise InputError(
                 f"{self.text} returns {type(made).__name__}: a factory returns a tuple of model, "
@@ -81,8 +86,9 @@ def _checked(target: Target) -> Target:
         _check_name(target.text)
         return target
     function, options = target.function, dict(target.options)
+    given_later = {"mesh": None} if _takes_mesh(function) else {}
     try:
-        inspect.signature(function).bind(**options)
+        inspect.signature(function).bind(**options, **given_later)
     except TypeError as error:
         given = ", ".join(f"{name}={value!r}" for name, value in options.items())
         raise InputError(
@@ -90,6 +96,10 @@ def _checked(target: Target) -> Target:
             "of the command line by name, such as batch"
         ) from error
     return target
+
+
+def _takes_mesh(function: Callable[..., Any]) -> bool:
+    return "mesh" in inspect.signature(function).parameters
 
 
 def _check_name(text: str) -> None:
