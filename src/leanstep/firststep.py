@@ -56,7 +56,7 @@ class FirstStep:
     def __init__(self, step: TrainingStep) -> None:
         has_gradients = any(p.grad is not None for p in step.parameters())
         self._step = dataclasses.replace(step, gradients_kept=has_gradients)
-        self._signatures, self._company = Signatures(), Company()
+        self._signatures, self._company = Signatures(), Company(is_inside=True)
         self._open, self._hooks = ExitStack(), ExitStack()
         meter = self._open.enter_context(OpMeter(step.device))
         self._recording = LiveRecording(

@@ -14,12 +14,14 @@ plan's is that of the recorder's account.
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from leanstep import engines, planner
 from leanstep.api import refuse_fitted
+from leanstep.eager import never_compiled
 from leanstep.engines import Applied
 from leanstep.errors import InputError
 from leanstep.firststep import FirstStep
@@ -97,8 +99,12 @@ class Lean:
         self._takes_over = takeover
         if calls:
             self._handles = [
-                self.model.register_forward_pre_hook(self._before_call, with_kwargs=True),
-                self.model.register_forward_hook(self._after_call, always_call=True),
+                self.model.register_forward_pre_hook(
+                    partial(never_compiled(Lean._before_call), self), with_kwargs=True
+                ),
+                self.model.register_forward_hook(
+                    partial(never_compiled(Lean._after_call), self), always_call=True
+                ),
             ]
         if self._optimizer is not None:
             # They stay when the plan is made, and do nothing: an optimizer that runs its hooks

@@ -105,6 +105,20 @@ def test_trainer_with_the_callback_trains_the_same_numbers(make, settings, tmp_p
     assert any(is_on) == bool(settings.get("gradient_checkpointing"))
 
 
+def test_trainer_that_compiles_trains_the_same_numbers(tmp_path) -> None:
+    from leanstep.integrations.transformers import LeanCallback
+
+    compiles = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    expected = train(make_llama(), tmp_path / "plain")
+    callback = LeanCallback(budget="85%")
+
+    got = train(make_llama(), tmp_path / "lean", [callback], **compiles)
+
+    assert_same(expected, got)
+    assert any(d.engine is Engine.REPLAY for d in callback.lean.plan.decisions)
+    assert "the model is compiled as a whole" in " ".join(str(callback.lean).split())
+
+
 def test_checkpointing_that_others_switched_on_is_taken_over(tmp_path) -> None:
     from leanstep.integrations.transformers import LeanCallback
 

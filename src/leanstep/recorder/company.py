@@ -6,6 +6,7 @@ block runs uncompiled, which would be another program than the one the user has.
 """
 
 import sys
+import traceback
 from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
@@ -34,9 +35,13 @@ def full_name(function: Any) -> str:
 
 
 class Company:
-    """What was seen: where each kind of company was called from, and at which ops."""
+    """What was seen: where each kind of company was called from, and at which ops.
 
-    def __init__(self) -> None:
+    A step that is recorded while it runs may be inside of compiled code as a whole (`is_inside`):
+    that is compiled around the planned blocks, as a model is that was compiled after `fit`.
+    """
+
+    def __init__(self, *, is_inside: bool = False) -> None:
         # Asked before the step is recorded: there the compiler steps aside.
         self._compiles = is_compiler_on()
         function = torch.utils.checkpoint.checkpoint
@@ -46,6 +51,10 @@ class Company:
         self.replaced: dict[str, None] = {}
         self.compiled: dict[int, str] = {}
         self.scripted: dict[str, None] = {}
+        self._around: dict[int, str] = {}
+        if is_inside and self._compiles:
+            above = (f for f, _ in traceback.walk_stack(sys._getframe(1)) if is_compiled_call(f))
+            self._around = {id(frame): source_of(frame) for frame in above}
 
     def see(self, op_index: int) -> None:
         """Look at the frames above an op of forward."""
@@ -58,7 +67,7 @@ class Company:
                 # DeepSpeed's, say, goes by this name too; others may mean something else by it.
                 if "checkpoint" in name:
                     self.checkpoints[f"{name}.checkpoint at {source_of(frame.f_back)}"] = None
-            elif self._compiles and is_compiled_call(frame):
+            elif self._compiles and is_compiled_call(frame) and id(frame) not in self._around:
                 self.compiled[op_index] = source_of(frame)
             frame = frame.f_back
 
@@ -93,6 +102,12 @@ class Company:
             yield (
                 f"modules made by torch.jit ({_first(outermost)}) are not planned by themselves: "
                 "their ops belong to what calls them"
+            )
+        if self._around:
+            yield (
+                f"the model is compiled as a whole ({_first(self._around.values())}): planned "
+                'blocks run uncompiled inside of it; leanstep.fit(..., engine="inductor") compiles '
+                "the blocks themselves"
             )
         if self.compiled:
             yield (
