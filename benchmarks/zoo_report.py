@@ -8,7 +8,7 @@ REFUSED = ("refused", "no saving", "not repeatable", "does not train", "missing"
 HEAD = """# The zoo
 
 {total} architectures, each built small from its configuration, trained with dropout on. Each is
-fitted at the midpoint between its least reachable and its unplanned peak; then three training steps
+fitted at the midpoint between its least reachable and its unplanned peak; then seven training steps
 are compared with a twin that was never touched: loss, gradients, buffers, random states and
 parameters after the optimizer, bit for bit. *exact* means: all equal, measured peak within the
 budget, predicted peak within 2 % of the measured one.

@@ -38,6 +38,10 @@ from leanstep.verifier import Look, judge, look_at_untouched
 # The share of the budget that may stay unused before a plan is made anew.
 _MUCH_WASTED = 0.01
 
+# How often a plan whose measured peak is above the budget is made anew. Once is enough where the
+# step is always the same; where sizes follow the data, as in mixtures of experts, no account is.
+_MOST_CORRECTIONS = 3
+
 
 @dataclass(frozen=True, repr=False)
 class Fit:
@@ -226,14 +230,16 @@ def _fit(
     if before is None:
         return Fit(recorded, applied.plan, None, applied)
     verdict = _verdict(step, applied, before)
-    if not verdict.within_budget:
-        # Once: the measured step knows what the account left out.
+    if verdict.within_budget and (tighter := _tightened(recorded, verdict)) is not None:
+        first = Fit(recorded, applied.plan, verdict, applied)
+        return _better(step, first, before, tighter, plan_for)
+    for _ in range(_MOST_CORRECTIONS):
+        if verdict.within_budget:
+            break
+        # The measured step knows what the account left out.
         applied.remove()
         recorded, applied = _rehearsed(step, _corrected(recorded, verdict), plan_for)
         verdict = _verdict(step, applied, before)
-    elif (tighter := _tightened(recorded, verdict)) is not None:
-        first = Fit(recorded, applied.plan, verdict, applied)
-        return _better(step, first, before, tighter, plan_for)
     return Fit(recorded, applied.plan, verdict, applied)
 
 

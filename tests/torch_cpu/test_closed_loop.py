@@ -1,4 +1,4 @@
-"""What a measured step teaches: a budget that was wasted is planned for once more."""
+"""What a measured step teaches: a budget that was wasted or missed is planned for again."""
 
 import dataclasses
 
@@ -122,3 +122,24 @@ def test_an_account_that_is_right_is_left_alone():
 )
 def test_a_step_is_launch_bound_where_the_device_waits_for_the_cpu(issue, ops, step, expected):
     assert is_launch_bound(issue, ops, step) is expected
+
+
+def test_a_missed_budget_is_planned_for_until_it_is_held(monkeypatch: pytest.MonkeyPatch):
+    model, batch, loss, optimizer = models.build(NAME, **SIZES)
+    true = leanstep.profile(model, batch, loss, optimizer=optimizer)
+    budget = int(0.8 * true.peak_bytes)
+    plans, judge = [], fitter.judge
+
+    def over_twice(step, applied, before):
+        plans.append(applied.plan)
+        verdict = judge(step, applied, before)
+        # Sizes that follow the data: what the second step shows is more than the first showed.
+        over = budget + 5000 * len(plans)
+        return verdict if len(plans) > 2 else dataclasses.replace(verdict, measured_peak_bytes=over)
+
+    monkeypatch.setattr(fitter, "judge", over_twice)
+
+    fitted = leanstep.fit(model, batch, loss, optimizer=optimizer, budget=budget)
+
+    assert len(plans) == 3
+    assert fitted.verdict.within_budget and fitted.plan == plans[2]

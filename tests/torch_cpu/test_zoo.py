@@ -20,7 +20,7 @@ def zoo() -> ModuleType:
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_three_steps_are_those_of_an_untouched_twin(zoo: ModuleType, name: str) -> None:
+def test_steps_are_those_of_an_untouched_twin(zoo: ModuleType, name: str) -> None:
     row = zoo.examine(zoo.CATALOGUE[name])
 
     assert row["result"] == "exact", row
