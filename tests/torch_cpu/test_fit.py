@@ -93,7 +93,8 @@ def test_every_budget_down_to_the_floor_is_held_with_the_same_numbers(name, engi
     floor = floor_of(profile, engine)
     assert floor <= profile.peak_bytes
 
-    for share in (1.0, 0.5, 0.0):
+    # The whole peak is the next test but one.
+    for share in (0.5, 0.0):
         budget = floor + int(share * (profile.peak_bytes - floor))
         fitted = leanstep.fit(model, batch, loss, optimizer=step, budget=budget, engine=engine)
         check(fitted.verdict)

@@ -1,5 +1,7 @@
 """One rank of many on one machine: what its step needs, without the others and without memory."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from leanstep.errors import InputError
 from leanstep.ir import Category, Fact, Profile
 
 
+@functools.cache
 def ranked(name: str, ranks: int, **options: object) -> Profile:
     return leanstep.profile(lambda: models.build(name, **options), device="h200", ranks=ranks)
 
@@ -31,11 +34,11 @@ def gathered(profile: Profile) -> list[int]:
 
 
 def test_rank_has_its_share_of_parameters_and_optimizer_state() -> None:
-    whole, shard = (ranked("gpt2-mini", ranks, dropout=0.0) for ranks in (2, 16))
+    whole, shard = (ranked("gpt2-mini", ranks) for ranks in (4, 16))
 
     for category in (Category.PARAMETER, Category.OPTIMIZER_STATE):
         share = lasting(shard, category) / lasting(whole, category)
-        assert share == pytest.approx(1 / 8, rel=0.05)
+        assert share == pytest.approx(1 / 4, rel=0.05)
 
 
 def test_parameters_are_gathered_for_a_block_or_two_at_a_time() -> None:
@@ -61,7 +64,7 @@ def test_largest_shards_are_counted_where_parameters_do_not_divide() -> None:
 
 
 def test_peak_falls_with_the_ranks_down_to_what_is_not_sharded() -> None:
-    peaks = [ranked("gpt2-mini", ranks).peak_bytes for ranks in (1, 8, 64)]
+    peaks = [ranked("gpt2-mini", ranks).peak_bytes for ranks in (1, 4, 16)]
 
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[0] > 1.15 * peaks[1]
@@ -127,7 +130,7 @@ def test_factory_may_shard_its_model_itself() -> None:
 
 def test_nothing_is_left_of_the_ranks() -> None:
     resize = torch.UntypedStorage.resize_
-    ranked("llama-tiny", 2)
+    ranked.__wrapped__("llama-tiny", 2)
 
     assert not dist.is_initialized()
     assert torch.UntypedStorage.resize_ is resize

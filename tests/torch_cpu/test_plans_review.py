@@ -77,7 +77,7 @@ def test_no_solver_is_faster_than_optimal_near_the_floor() -> None:
     profile = leanstep.profile(model, batch, square)
     low, high = floor_bytes(profile), profile.peak_bytes
 
-    for place in range(8):
+    for place in range(0, 8, 2):
         budget = low + (high - low) * place // 40
         best = leanstep.plan(profile, budget)
         for solver in ("mu_two", "chain_dp", "uniform"):
