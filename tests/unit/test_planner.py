@@ -40,6 +40,16 @@ def test_budget_above_the_peak_leaves_everything_untouched() -> None:
     assert found.changed == ()
 
 
+def test_distance_from_the_best_plan_is_said_in_seconds_and_as_a_share_of_the_step() -> None:
+    found = plan(equal_blocks(), "70%")
+    best = replace(found, step_seconds=0.1, bound_seconds=found.extra_seconds)
+    worse = replace(best, bound_seconds=best.extra_seconds - 1e-3)
+
+    assert best.is_optimal and not worse.is_optimal
+    assert best.proof.startswith("no such plan takes less extra time (proved bound ")
+    assert worse.proof.startswith("at most 1.00 ms, 1.0% of the step, above the least extra time")
+
+
 def test_plan_has_one_decision_for_each_call_in_order() -> None:
     profile = equal_blocks()
 

@@ -46,7 +46,17 @@ class Plan(Saved):
     def gap(self) -> float:
         """How far from the lower bound the plan can be, as a share."""
         scale = max(self.bound_seconds, 0.01 * self.step_seconds)
-        return max(0.0, self.extra_seconds - self.bound_seconds) / scale if scale else 0.0
+        return self.excess_seconds / scale if scale else 0.0
+
+    @property
+    def excess_seconds(self) -> float:
+        """The most that the plan can take longer than the best of its kind."""
+        return max(0.0, self.extra_seconds - self.bound_seconds)
+
+    @property
+    def is_optimal(self) -> bool:
+        """Whether no plan of its kind takes less time, up to the rounding of sums."""
+        return self.excess_seconds <= 1e-6 * self.step_seconds
 
     @property
     def changed(self) -> tuple[Decision, ...]:
@@ -85,20 +95,25 @@ class Plan(Saved):
 
     def __str__(self) -> str:
         """What is planned, block by block; `explain()` says it op by op."""
-        return "\n".join([self.explain().brief(), "", self._proof, *self.notes])
+        return "\n".join([self.explain().brief(), "", self.proof, *self.notes])
 
     def _repr_html_(self) -> str:
         """The same for a notebook."""
         said = self.explain()
         rows = html_table(said.brief_rows(), left=(0, 1, 4))
-        closing = html_lines([self._proof, *self.notes])
+        closing = html_lines([self.proof, *self.notes])
         return html_card(said.title, html_lines(said.summary()), rows, closing)
 
     @property
-    def _proof(self) -> str:
+    def proof(self) -> str:
+        """How far the plan can be from the best of its kind, in a sentence."""
+        bound = f"(proved bound {format_seconds(self.bound_seconds)})"
+        if self.is_optimal:
+            return f"no such plan takes less extra time {bound}"
+        share = format_percent(self.excess_seconds / max(1e-12, self.step_seconds))
         return (
-            f"at most {format_percent(self.gap)} from the least extra time of any such plan "
-            f"(proved bound {format_seconds(self.bound_seconds)})"
+            f"at most {format_seconds(self.excess_seconds)}, {share} of the step, above the least "
+            f"extra time of any such plan {bound}"
         )
 
     def check(self) -> None:

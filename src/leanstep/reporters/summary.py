@@ -120,11 +120,10 @@ def _prediction_fact(verdict: Verdict) -> Fact:
 
 
 def _gap_fact(plan: Plan) -> Fact:
-    # Seconds, not `plan.gap`: its scale is never below a hundredth of the step, and beside the two
-    # times a reader would work out another share.
+    excess = f"at most {format_seconds(plan.excess_seconds)}"
     return Fact(
         "From the optimum",
-        f"at most {format_seconds(max(0.0, plan.extra_seconds - plan.bound_seconds))}",
+        "nothing" if plan.is_optimal else excess,
         f"extra {format_seconds(plan.extra_seconds)}, proved bound "
         f"{format_seconds(plan.bound_seconds)}",
     )

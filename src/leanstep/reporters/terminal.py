@@ -161,10 +161,7 @@ def _alike(decision: Decision) -> tuple[object, ...]:
 
 
 def _closing(plan: Plan, verdict: Verdict | None) -> Iterator[str]:
-    yield (
-        f"at most {format_percent(plan.gap)} from the least extra time of any such plan "
-        f"(proved bound {format_seconds(plan.bound_seconds)})"
-    )
+    yield plan.proof
     if verdict is None:
         yield "not verified: fit(..., verify=True) runs both versions and compares every number"
     elif verdict.inexact_allowed and not verdict.exact:
