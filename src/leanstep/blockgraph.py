@@ -12,7 +12,6 @@ from leanstep.ir import (
     Fact,
     Graph,
     Op,
-    Phase,
     RecipeCost,
     Save,
     Unpack,
@@ -129,15 +128,13 @@ class BlockGraph:
     def births(self) -> tuple[int, ...]:
         """The same in the order of their allocation."""
         ops = range(self.block.start, self.block.stop)
-        return tuple(
-            s for index in ops for s, _ in births(self.graph.ops[index], self.graph, index)
-        )
+        return tuple(s for index in ops for s in self.graph.births(index))
 
     @functools.cached_property
     def saved(self) -> dict[int, Value]:
         """The storages that autograd saved here and nowhere else, with the value saved."""
         inside = Counter(save.value.storage for save in self.saves)
-        everywhere = _saves_per_storage(self.graph)
+        everywhere = self.graph.saves_per_storage
         return {
             save.value.storage: save.value
             for save in self.saves
@@ -167,7 +164,7 @@ class BlockGraph:
         What is written after a save (by the op that saved it, or through `data`) autograd wants as
         it is in the end.
         """
-        final = _final_versions(self.graph)
+        final = self.graph.final_versions
         return tuple(
             storage
             for storage in self.saved
@@ -215,7 +212,7 @@ class BlockGraph:
     def shares_input(self, views: Sequence["BlockGraph"]) -> bool:
         """Whether another call holds or reads the input, beside the one that made it."""
         own = sum(save.value.storage == self.input for save in self.saves)
-        if own != (0 if self.input is None else _saves_per_storage(self.graph)[self.input]):
+        if own != (0 if self.input is None else self.graph.saves_per_storage[self.input]):
             return True
         return any(
             value.storage == self.input
@@ -246,14 +243,14 @@ class BlockGraph:
 
         What it writes itself can be put back.
         """
-        final = _final_versions(self.graph)
+        final = self.graph.final_versions
         ops = self.graph.ops[self.block.start : self.block.stop]
         own = self.own_storages.union(value.storage for op in ops for value in op.writes)
         return any(
             value.version != final[value.storage]
             for op in ops
             for value in op.reads
-            if value.storage not in own and not is_generator(self.graph, value.storage)
+            if value.storage not in own and not self.graph.is_generator(value.storage)
         )
 
     def alone(self, storage: int) -> Program:
@@ -324,14 +321,14 @@ class BlockGraph:
             value == self._final(number)
             and value not in self._unwritten
             # Every save of it, and all of them as it is in the end.
-            and 0 < len(near) == _saves_per_storage(self.graph)[number]
+            and 0 < len(near) == self.graph.saves_per_storage[number]
             and number not in self._read_elsewhere
             and self.graph.storages[number].natural_death < self.border_request
             and can_rebuild(value, self.makers, self.available([number]))
         )
 
     def _final(self, storage: int) -> Value:
-        return Value(storage, _final_versions(self.graph)[storage])
+        return Value(storage, self.graph.final_versions[storage])
 
     def program(self, dropped: Collection[int]) -> Program:
         """What runs again when these storages are dropped; a border is asked for once more."""
@@ -355,7 +352,7 @@ class BlockGraph:
         """The version of the generator when the call begins: its state is kept from there."""
         for index in range(self.block.start, self.block.stop):
             for value in self.graph.ops[index].reads:
-                if is_generator(self.graph, value.storage):
+                if self.graph.is_generator(value.storage):
                     return value.version
         return -1
 
@@ -374,7 +371,7 @@ class BlockGraph:
     def _storage_keys(self) -> dict[int, str]:
         keys = {}
         for index, op_key in self.graph.keys(self.block):
-            for storage, place in births(self.graph.ops[index], self.graph, index):
+            for place, storage in enumerate(self.graph.births(index)):
                 keys[storage] = f"{op_key}:{place}"
         return keys
 
@@ -416,14 +413,14 @@ class Available:
             return False
         if value.storage in view.own_storages:
             return view.saved.get(value.storage) == value and self._is_final(value)
-        if is_generator(view.graph, value.storage):
+        if view.graph.is_generator(value.storage):
             return value.version == view.first_draw
         return self._is_final(value)
 
     def _is_final(self, value: Value) -> bool:
         graph = self._view.graph
         is_there = graph.storages[value.storage].is_there_at(self._view.requests)
-        return is_there and _final_versions(graph)[value.storage] == value.version
+        return is_there and graph.final_versions[value.storage] == value.version
 
 
 def rerun(index: int, op: Op) -> Rerun | None:
@@ -448,52 +445,3 @@ def reads_unwritten(
     """Whether an op reads memory that no op has written, and does not write it itself."""
     written = {value.storage for value in writes}
     return any(value in unwritten and value.storage not in written for value in reads)
-
-
-def births(op: Op, graph: Graph, index: int) -> list[tuple[int, int]]:
-    """The storages an op allocated, each with its place among them."""
-    born = [v.storage for v in op.writes if graph.storages[v.storage].birth == index]
-    return [(storage, place) for place, storage in enumerate(born)]
-
-
-@functools.lru_cache(maxsize=4)
-def _final_versions_of(key: "_ById") -> Sequence[int]:
-    versions = [0] * len(key.graph.storages)
-    for op in key.graph.ops:
-        if op.phase is not Phase.OPTIMIZER:
-            for value in op.writes:
-                versions[value.storage] = max(versions[value.storage], value.version)
-    return versions
-
-
-@functools.lru_cache(maxsize=4)
-def _saves_per_storage_of(key: "_ById") -> Counter[int]:
-    return Counter(save.value.storage for save in key.graph.saves)
-
-
-class _ById:
-    """Let a graph be a cache key by identity: comparing two graphs reads them whole."""
-
-    __slots__ = ("graph",)
-
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ById) and self.graph is other.graph
-
-    def __hash__(self) -> int:
-        return id(self.graph)
-
-
-def _final_versions(graph: Graph) -> Sequence[int]:
-    return _final_versions_of(_ById(graph))
-
-
-def _saves_per_storage(graph: Graph) -> Counter[int]:
-    return _saves_per_storage_of(_ById(graph))
-
-
-def is_generator(graph: Graph, number: int) -> bool:
-    """Whether a storage stands for the state of a random generator."""
-    return graph.storages[number].category is Category.GENERATOR

@@ -8,7 +8,7 @@ for its block alone, from the recorded step and the schedule that the engine fol
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from leanstep.blockgraph import STATISTICS_ARE_OPTIONAL, BlockGraph, births, is_generator
+from leanstep.blockgraph import STATISTICS_ARE_OPTIONAL, BlockGraph
 from leanstep.errors import PlanError
 from leanstep.ir import Category, Decision, Engine, Form, Graph, Offload, Profile, RecipeCost, Value
 from leanstep.ir.decision import INPUT
@@ -186,7 +186,7 @@ class _ReplayEffect:
         # While a call is recorded, the generator's state and what it reads from outside are held;
         # around each draw the state is looked at.
         block = self.view.block
-        draws = any(is_generator(self.graph, number) for number in outside_reads(self.view))
+        draws = any(self.graph.is_generator(number) for number in outside_reads(self.view))
         held = (2 if draws else 1) * _state_bytes(self.graph)
         self.shifts.append(Shift(block.start, block.stop, held, Category.GENERATOR))
         for number in outside_reads(self.view):
@@ -203,7 +203,7 @@ class _ReplayEffect:
         self.shifts.append(Shift(block.start, ends, numbers, Category.TEMPORARY))
         statistics = _statistics(self.view)
         for number, release in until.items():
-            if is_generator(self.graph, number):
+            if self.graph.is_generator(number):
                 self._hold_generator(release)
                 continue
             death = self.graph.storages[number].death
@@ -263,7 +263,7 @@ class _ReplayEffect:
     def _draw_bytes(self, run: Run) -> int:
         """The copies of the generator's state that are made around a replayed draw."""
         for value in run.op.reads:
-            if is_generator(self.graph, value.storage):
+            if self.graph.is_generator(value.storage):
                 # The first draw also copies the state that the call began with.
                 return (2 if value.storage in self.born else 3) * _state_bytes(self.graph)
         return 0
@@ -274,7 +274,7 @@ class _ReplayEffect:
         for value in run.op.writes:
             is_new = self.graph.storages[value.storage].birth == run.op.index
             if is_new or (
-                is_generator(self.graph, value.storage) and value.storage not in self.born
+                self.graph.is_generator(value.storage) and value.storage not in self.born
             ):
                 change += self._nbytes(value.storage)
                 if value.storage in self.born:
@@ -290,7 +290,7 @@ class _ReplayEffect:
         return change
 
     def _nbytes(self, storage: int) -> int:
-        if is_generator(self.graph, storage):
+        if self.graph.is_generator(storage):
             return _state_bytes(self.graph)
         return self.graph.storages[storage].nbytes
 
@@ -356,7 +356,7 @@ def module_effect(view: BlockGraph) -> Effect:
     for index in range(block.start, last):
         op = graph.ops[index]
         steps.append((index, level, level + op.rise_bytes))
-        level += sum(graph.storages[s].nbytes for s, _ in births(op, graph, index))
+        level += sum(graph.storages[s].nbytes for s in graph.births(index))
         level -= _natural_ends(view, index, held)
     # What was neither saved nor dead when the run stops goes with its frames.
     end = sum(

@@ -18,7 +18,7 @@ kept noise is all it takes.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from leanstep.ir import Block, Category, Graph, Op, Profile, RecipeCost, Value
+from leanstep.ir import Block, Graph, Op, Profile, RecipeCost, Value
 from leanstep.rebuild import Rerun
 
 
@@ -69,7 +69,7 @@ def cheap_rerun(graph: Graph, op: Op, full: Rerun) -> Rerun | None:
     born = [value for value in full.writes if graph.storages[value.storage].birth == full.index]
     if recipe is None or len(born) <= max(recipe.output, *recipe.siblings):
         return None
-    drawn_from = (v.storage for v in full.reads if _is_generator(graph, v.storage))
+    drawn_from = (v.storage for v in full.reads if graph.is_generator(v.storage))
     return cheaper(full, recipe, born, without=drawn_from)
 
 
@@ -79,7 +79,3 @@ def cheaper(full: Rerun, recipe: Recipe, outputs: list[Value], *, without: Itera
     siblings = tuple(outputs[place] for place in recipe.siblings)
     inputs = tuple(value for value in full.reads if value.storage not in unread)
     return Rerun(full.index, inputs + siblings, (outputs[recipe.output],), siblings)
-
-
-def _is_generator(graph: Graph, storage: int) -> bool:
-    return graph.storages[storage].category is Category.GENERATOR

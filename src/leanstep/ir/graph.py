@@ -7,6 +7,7 @@ storage. Views write nothing and make no value: whoever reads a view reads its s
 """
 
 import functools
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -169,7 +170,7 @@ class Block:
         return block_name(self.path, self.children, self.occurrence)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Graph:
     """Every op of the step, every storage it touched, everything autograd saved.
 
@@ -187,6 +188,30 @@ class Graph:
     def path(self, op: Op) -> str:
         """The module path an op ran in, empty outside every module."""
         return self.calls[op.call].path if op.call >= 0 else ""
+
+    def births(self, index: int) -> tuple[int, ...]:
+        """The storages that an op allocated, in the order of its writes."""
+        writes = self.ops[index].writes
+        return tuple(v.storage for v in writes if self.storages[v.storage].birth == index)
+
+    def is_generator(self, number: int) -> bool:
+        """Whether a storage stands for the state of a random generator."""
+        return self.storages[number].category is Category.GENERATOR
+
+    @functools.cached_property
+    def final_versions(self) -> tuple[int, ...]:
+        """The version in which forward and backward leave each storage."""
+        versions = [0] * len(self.storages)
+        for op in self.ops:
+            if op.phase is not Phase.OPTIMIZER:
+                for value in op.writes:
+                    versions[value.storage] = max(versions[value.storage], value.version)
+        return tuple(versions)
+
+    @functools.cached_property
+    def saves_per_storage(self) -> Counter[int]:
+        """How often autograd saved something of each storage."""
+        return Counter(save.value.storage for save in self.saves)
 
     def keys(self, block: Block) -> Iterator[tuple[int, str]]:
         """Name each op of a block by module, operator and occurrence: stable from run to run.

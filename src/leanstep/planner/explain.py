@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from leanstep.blockgraph import BlockGraph, births
+from leanstep.blockgraph import BlockGraph
 from leanstep.effects import Effect
 from leanstep.ir import Block, Category, Holder, OpRow, Peak, Phase, Point, Profile, Timeline
 from leanstep.simulator import base_levels, timeline
@@ -68,7 +68,7 @@ class Account:
         for replay in effect.replays:
             paid[replay.op] = paid.get(replay.op, 0.0) + replay.seconds(self.profile)
         for index, name in graph.keys(view.block):
-            own = [storage for storage, _ in births(graph.ops[index], graph, index)]
+            own = graph.births(index)
             freed_here = [sum(by_storage[s] for s in own) for by_storage in freed]
             if held.isdisjoint(own) and index not in paid and not any(freed_here):
                 continue
