@@ -63,6 +63,8 @@ class BudgetError(LeanstepError):
         left_out: a sentence for each block that did not repeat itself in a dry run.
         breakdown: the bytes of each category at that peak, the largest first.
         is_least: the floor is exact; else the step ended there, and needs more than that.
+        with_host: activations may wait in host memory: the floor is then the least peak found, by
+            trying.
     """
 
     exit_code: ClassVar[int] = 3
@@ -76,6 +78,7 @@ class BudgetError(LeanstepError):
     left_out: Final[tuple[str, ...]]
     breakdown: Final[tuple[tuple[str, int], ...]]
     is_least: Final[bool]
+    with_host: Final[bool]
 
     def __init__(
         self,
@@ -89,6 +92,7 @@ class BudgetError(LeanstepError):
         left_out: tuple[str, ...] = (),
         breakdown: tuple[tuple[str, int], ...] = (),
         is_least: bool = True,
+        with_host: bool = False,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.floor_bytes = floor_bytes
@@ -99,12 +103,13 @@ class BudgetError(LeanstepError):
         self.left_out = left_out
         self.breakdown = tuple(sorted(breakdown, key=lambda part: -part[1]))
         self.is_least = is_least
+        self.with_host = with_host
         super().__init__(self._sentence())
 
     def __reduce__(self) -> tuple[object, ...]:
         # The default hands the message to __init__, so a copy or a pickle between ranks would fail.
-        names = ("op", "module", "source", "overrides", "left_out", "breakdown", "is_least")
-        facts = {name: getattr(self, name) for name in names}
+        names = ("op", "module", "source", "overrides", "left_out", "breakdown")
+        facts = {name: getattr(self, name) for name in (*names, "is_least", "with_host")}
         given = self.budget_bytes, self.floor_bytes
         return functools.partial(BudgetError, **facts), given, self.__dict__
 
@@ -120,8 +125,9 @@ class BudgetError(LeanstepError):
                 f"the step does not fit {budget} with every block recomputed: at {floor} it ran "
                 f"out of memory{self._place()}.{there} Make the batch smaller, or shard the model."
             )
+        least = "least peak found with host memory" if self.with_host else "least reachable peak"
         return (
-            f"no plan fits {budget}{self._blame()}: the least reachable peak is "
+            f"no plan fits {budget}{self._blame()}: the {least} is "
             f"{floor}{self._place()}.{there} Raise the budget to "
             f"{format_budget_up(self.floor_bytes)}, or "
             f"{'take the override back' if self.overrides else 'make the batch smaller'}."

@@ -47,6 +47,13 @@ def test_refusal_of_a_tiny_budget_shows_digits_enough_and_mib() -> None:
     )
 
 
+def test_floor_that_was_found_by_trying_is_not_called_the_least() -> None:
+    error = BudgetError(GIB, 2 * GIB, with_host=True)
+
+    assert "the least peak found with host memory is 2.0 GiB" in str(error)
+    assert pickle.loads(pickle.dumps(error)).with_host
+
+
 def test_refusal_of_a_near_miss_shows_the_bytes_that_differ() -> None:
     text = str(BudgetError(7 * GIB - 1, 7 * GIB))
 

@@ -97,6 +97,17 @@ def test_the_floor_that_an_error_names_can_be_asked_for() -> None:
     assert caught.value.floor_bytes <= alone.value.floor_bytes
 
 
+@pytest.mark.parametrize("link", [FAST, SLOW], ids=["fast", "slow"])
+def test_no_budget_that_is_a_little_below_that_floor_can_be_met(link: Link) -> None:
+    profile = steps(link)
+    with pytest.raises(BudgetError) as caught:
+        plan(profile, 1)
+
+    for share in (0.99, 0.97, 0.9):
+        with pytest.raises(BudgetError):
+            plan(profile, int(share * caught.value.floor_bytes))
+
+
 def test_a_plan_with_offload_survives_the_disk(tmp_path) -> None:
     found = plan(steps(SLOW), "60%")
     found.save(tmp_path / "plan.json")

@@ -24,8 +24,9 @@ from leanstep.units import parse_budget
 FIRST_SHARES = (1.0, 0.9)
 MOST_SHARES = 5
 
-# Budgets tried for the least reachable peak with the host's help.
-FLOOR_TRIALS = 4
+# The least peak with the host's help is found to within this share of it, by trying budgets.
+FLOOR_TOLERANCE = 0.002
+FLOOR_TRIALS = 9
 
 Roomier = tuple[Problem, Callable[[Solution], Solution]]
 
@@ -293,7 +294,9 @@ def _budget_error(space: Space, solver: Solver, budget_bytes: int, *, offload: b
     picked = space.picked(solver.lowest(space.problem))
     line = timeline(space.profile, effects(picked))
     op = peak_op(space.profile, line)
-    floor = _lower_floor(space, solver, line.peak_bytes) if offload else line.peak_bytes
+    floor = line.peak_bytes
+    if offload:
+        floor = _lower_floor(space, solver, budget_bytes, floor)
     return BudgetError(
         budget_bytes,
         floor,
@@ -304,6 +307,7 @@ def _budget_error(space: Space, solver: Solver, budget_bytes: int, *, offload: b
         left_out=tuple(left_out(space.profile.exclusions)),
         # Where the host lowers the floor, these are not its parts.
         breakdown=_parts(line) if floor == line.peak_bytes else (),
+        with_host=floor < line.peak_bytes,
     )
 
 
@@ -311,10 +315,14 @@ def _parts(line: Timeline) -> tuple[tuple[str, int], ...]:
     return tuple((category.value, nbytes) for category, nbytes in line.at_peak)
 
 
-def _lower_floor(space: Space, solver: Solver, floor_bytes: int) -> int:
+def _lower_floor(space: Space, solver: Solver, too_little_bytes: int, floor_bytes: int) -> int:
     """The least budget that moving to the host makes possible, nearly; each trial is a plan."""
-    low = floor_bytes - capacity_bytes(space.profile)
-    for _ in range(FLOOR_TRIALS if low < floor_bytes else 0):
+    graph, end = space.profile.graph, len(space.profile.graph.ops)
+    lasting = sum(s.nbytes for s in graph.storages if s.birth < 0 and s.death >= end)
+    low = max(too_little_bytes, lasting, floor_bytes - capacity_bytes(space.profile))
+    for _ in range(FLOOR_TRIALS):
+        if floor_bytes - low <= FLOOR_TOLERANCE * floor_bytes:
+            break
         middle = (low + floor_bytes) // 2
         if _with_more_room(space, solver, middle, 0.0) is not None:
             floor_bytes = middle
