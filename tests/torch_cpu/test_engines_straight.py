@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from leanstep.engines import straight
 from leanstep.engines.randomness import CudaDraw
@@ -11,7 +12,7 @@ from leanstep.engines.ready import ReadyOp
 from leanstep.engines.recording import RecordedOp, Ref
 from leanstep.ir import Value
 from leanstep.rebuild import Rerun
-from leanstep.torch_interpreter import GraphWriter, UnwritableError, _as_written
+from leanstep.torch_interpreter import GraphWriter, UnwritableError
 
 
 class Attention(nn.Module):
@@ -160,12 +161,64 @@ def test_an_operator_that_types_do_not_tell_is_refused() -> None:
         writer.call(torch.ops.aten.pow.Tensor_Tensor, [writer.input(), 2.0], {})
 
 
-def test_running_out_of_memory_is_the_error_that_it_is_in_eager() -> None:
-    def full():
-        raise RuntimeError("failed in the interpreter\nCUDA out of memory. Tried to allocate 1 GiB")
+def test_lists_that_an_op_returns_are_taken_apart_by_python(lab) -> None:
+    def body(block, x):
+        (y,) = torch._foreach_exp([block.a(x).sin()])
+        return (y.exp() * y.tanh()).sigmoid() * block.b(y)
 
-    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
-        _as_written(full)()
+    assert lab.Case(lambda: lab.stack_of(body)).differences(steps=7) == []
+
+
+@pytest.mark.parametrize("name", ["Graph", "Value", "TupleType", "_create_function_from_graph"])
+def test_a_torch_without_the_interpreter_leaves_the_ops_to_python(
+    lab, pieces, monkeypatch, name
+) -> None:
+    _, by_python = pieces
+    monkeypatch.delattr(torch._C, name)
+
+    assert lab.Case(lambda: lab.Stack([Attention()])).differences(steps=7) == []
+    assert by_python
+
+
+def test_graphs_that_torch_refuses_are_left_to_python(lab, pieces, monkeypatch) -> None:
+    def refuse(*_):
+        raise RuntimeError("no such graph")
+
+    _, by_python = pieces
+    monkeypatch.setattr(torch._C, "_create_function_from_graph", refuse)
+
+    assert lab.Case(lambda: lab.Stack([Attention()])).differences(steps=7) == []
+    assert by_python
+
+
+def test_programs_that_fail_are_left_to_python(lab, pieces, monkeypatch) -> None:
+    def refuse(*_):
+        raise RuntimeError("failed in the interpreter")
+
+    _, by_python = pieces
+    monkeypatch.setattr(torch._C, "_create_function_from_graph", lambda *_: refuse)
+
+    assert lab.Case(lambda: lab.Stack([Attention()])).differences(steps=7) == []
+    assert by_python
+
+
+class Full(TorchDispatchMode):
+    """No memory for what some op makes."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.gelu.default:
+            raise torch.OutOfMemoryError("Tried to allocate 1 GiB")
+        return func(*args, **(kwargs or {}))
+
+
+def test_errors_in_a_program_are_those_of_eager(lab) -> None:
+    case = lab.Case(lambda: lab.Stack([Attention()]))
+    model, _ = case.fitted()
+    case.train(model, 7)
+    loss = case.loss(model, case.batch)
+
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"), Full():
+        loss.backward()
 
 
 def test_optimizer_of_the_interpreter_is_as_it_was_afterwards() -> None:

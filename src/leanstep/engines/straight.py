@@ -141,9 +141,13 @@ class _ByPython:
 
 
 class _Straight:
-    """Ops that follow each other, as one program."""
+    """Ops that follow each other, as one program.
 
-    __slots__ = ("_draws", "_frees", "_inputs", "_outputs", "_program", "grad")
+    The interpreter makes one kind of error of all. Programs write nothing that they have not made,
+    so after an error Python calls the ops: they raise what they raise in eager, if they do.
+    """
+
+    __slots__ = ("_draws", "_frees", "_inputs", "_one_by_one", "_outputs", "_program", "grad")
 
     def __init__(
         self,
@@ -155,11 +159,23 @@ class _Straight:
         self._program, self._outputs = program, outputs
         self._inputs = [(ref, ref.value) for ref in inputs]
         self._frees = tuple(storage for one in stretch for storage in one.frees)
+        self._one_by_one = [_ByPython(one) for one in stretch]
         self._draws = next((one.ready.draws for one in stretch if one.ready.is_random), None)
         self.grad = stretch[0].ready.grad
 
     def run(self, held: Held) -> None:
         """Run them, and let go of what is done with."""
+        made = self._made(self._arguments(held), held)
+        if made is None:
+            for op in self._one_by_one:
+                op.run(held)
+            return
+        for storage in self._frees:
+            held.buffers.pop(storage, None)
+        for storage, tensor in zip(self._outputs, made, strict=True):
+            held.buffers[storage] = tensor
+
+    def _arguments(self, held: Held) -> list[torch.Tensor]:
         sources, buffers, name = held.sources, held.buffers, held.block_name
         arguments = []
         for ref, value in self._inputs:
@@ -167,15 +183,17 @@ class _Straight:
             source = sources.get(value)
             base = buffers[value.storage] if source is None else source.unchanged(name)
             arguments.append(ref.of(base))
-        if self._draws is None:
-            made = self._program(*arguments)
-        else:
+        return arguments
+
+    def _made(self, arguments: list[torch.Tensor], held: Held) -> tuple[torch.Tensor, ...] | None:
+        """What the program makes; None where it has failed."""
+        try:
+            if self._draws is None:
+                return self._program(*arguments)
             with self._draws(held):
-                made = self._program(*arguments)
-        for storage in self._frees:
-            buffers.pop(storage, None)
-        for storage, tensor in zip(self._outputs, made, strict=True):
-            buffers[storage] = tensor
+                return self._program(*arguments)
+        except RuntimeError:
+            return None
 
 
 _Piece = _ByPython | _Straight
@@ -184,10 +202,11 @@ _Piece = _ByPython | _Straight
 def _pieces(seen: Sequence[_Seen]) -> Iterator[_Piece]:
     """The ops of a schedule in as few pieces as possible."""
     for stretch in _stretches(seen):
-        if len(stretch) < _LEAST_OPS:
+        program = None if len(stretch) < _LEAST_OPS else _written(stretch)
+        if program is None:
             yield from map(_ByPython, stretch)
         else:
-            yield _written(stretch)
+            yield program
 
 
 def _stretches(seen: Sequence[_Seen]) -> Iterator[list[_Seen]]:
@@ -237,8 +256,8 @@ def _is_lazy(*looks: Ref) -> bool:
 def _has_words_for(op: RecordedOp) -> bool:
     if not is_writable_operator(op.func):
         return False
-    writer = GraphWriter()
     try:
+        writer = GraphWriter()
         writer.call(op.func, *_with_nodes(op, lambda _: writer.input()))
     except UnwritableError:
         return False
@@ -256,9 +275,15 @@ def _with_nodes(op: RecordedOp, node_of: Callable[[Ref], Node]) -> tuple[list[An
     return [put(argument) for argument in op.args], {k: put(v) for k, v in op.kwargs.items()}
 
 
-def _written(stretch: Sequence[_Seen]) -> _Straight:
-    """A stretch of ops as one program."""
-    writer = GraphWriter()
+def _written(stretch: Sequence[_Seen]) -> _Straight | None:
+    """A stretch of ops as one program, if torch goes along."""
+    try:
+        return _write(GraphWriter(), stretch)
+    except UnwritableError:
+        return None
+
+
+def _write(writer: GraphWriter, stretch: Sequence[_Seen]) -> _Straight:
     inputs: dict[Ref, Node] = {}
     # What is there of what the ops have made: a storage's tensor, and how it looks at the storage.
     born: dict[int, tuple[Node, Ref]] = {}
