@@ -61,6 +61,21 @@ def test_all_that_a_layer_drops_comes_back_by_one_program(lab, pieces) -> None:
     assert {"aten.mul_.Tensor", "aten.cat.default", "aten.gelu.default"} <= set(written[0])
 
 
+def test_schedules_that_come_once_are_not_written(lab, pieces) -> None:
+    written, _ = pieces
+    case = lab.Case(lambda: lab.Stack([Attention()]))
+    model, _ = case.fitted()
+    case.train(model, 7)
+    number = len(written)
+    loss = case.loss(model, case.batch)
+
+    # Each pass through a graph that is kept goes on from where the one before has ended.
+    for _ in range(4):
+        loss.backward(retain_graph=True)
+
+    assert len(written) == number > 0
+
+
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_is_dropped_has_the_same_bits_and_the_predicted_peak(lab, seed, dtype) -> None:

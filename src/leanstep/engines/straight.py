@@ -1,11 +1,11 @@
 """Replays without Python between their ops.
 
-The first replay of a request runs op by op, and what the ops make is looked at. Then ops that
-follow each other become one program for torch's interpreter, in which an op takes a fraction of
-the time that Python needs to call it. What the interpreter has no words for is run by Python as
-before. Draws on a CUDA device are part of a program where each begins where the one before has
-ended, so that the generator is moved back once; the CPU's generator has a state that takes memory,
-which shall not last longer than its op.
+The first replay of a request runs op by op, and what the ops make is looked at. When it comes
+again, ops that follow each other become one program for torch's interpreter, in which an op takes a
+fraction of the time that Python needs to call it. What the interpreter has no words for is run by
+Python as before. Draws on a CUDA device are part of a program where each begins where the one
+before has ended, so that the generator is moved back once; the CPU's generator has a state that
+takes memory, which shall not last longer than its op.
 
 Memory is the same to the byte. Inside a program a tensor goes after its last reader; its arguments
 stay until it ends, so it ends with the op after which one of them goes. And it begins with the op
@@ -14,7 +14,7 @@ that first reads what must be brought back, from the host or by another block: n
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ class StraightOps(ReadyOps):
         super().__init__(ops)
         self._recorded = ops
         # By the identity of a schedule: the same request gets the same one in every step.
-        self._known: dict[int, tuple[Sequence[Run], list[_Piece]]] = {}
+        self._known: dict[int, _Schedule] = {}
 
     def replay(self, runs: Sequence[Run], held: Held) -> None:
         """Run ops again in order, and let go of what is done with."""
@@ -55,10 +55,10 @@ class StraightOps(ReadyOps):
         if known is None:
             seen = self._first_replay(runs, held)
             if len(self._known) < _REMEMBERED:
-                self._known[id(runs)] = (runs, list(_pieces(seen)))
+                self._known[id(runs)] = _Schedule(runs, seen)
             return
         with GradMode() as mode:
-            for piece in known[1]:
+            for piece in known.pieces:
                 mode.switch(piece.grad)
                 piece.run(held)
 
@@ -109,6 +109,18 @@ class _Seen:
             items = argument if isinstance(argument, (list, tuple)) else (argument,)
             refs = (item for item in items if isinstance(item, Ref))
             yield from (ref for ref in refs if ref.value not in self.given)
+
+
+class _Schedule:
+    """A schedule that was seen running; `runs` is held, so that its identity stays its own."""
+
+    def __init__(self, runs: Sequence[Run], seen: Sequence[_Seen]) -> None:
+        self.runs, self._seen = runs, seen
+
+    @cached_property
+    def pieces(self) -> "list[_Piece]":
+        """Its ops as programs: written when it comes again, which not all do."""
+        return list(_pieces(self._seen))
 
 
 def _drawn(draw: CudaDraw, held: Held) -> CudaDraw:
