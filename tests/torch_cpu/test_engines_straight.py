@@ -10,6 +10,7 @@ from leanstep.engines import straight
 from leanstep.engines.randomness import CudaDraw
 from leanstep.engines.ready import ReadyOp
 from leanstep.engines.recording import RecordedOp, Ref
+from leanstep.engines.settings import settings_now
 from leanstep.ir import Value
 from leanstep.rebuild import Rerun
 from leanstep.torch_interpreter import GraphWriter, UnwritableError
@@ -110,7 +111,7 @@ def seen(operator, reads, makes, *, given=(), frees=(), draw=None, drawn=None, b
     rerun = Rerun(0, tuple(ref.value for ref in refs), writes)
     numbers = (0.1, True) if draw else ()
     births = tuple((storage, place) for place, storage in enumerate(makes))
-    op = RecordedOp(rerun, operator, (*refs, *numbers), {}, births, draw, False)
+    op = RecordedOp(rerun, operator, (*refs, *numbers), {}, births, draw, settings_now())
     return straight._Seen(
         op,
         ReadyOp(op),

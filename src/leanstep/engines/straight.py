@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from leanstep.engines.randomness import CudaDraw, lent_offset
-from leanstep.engines.ready import GradMode, Held, ReadyOp, ReadyOps, Source
+from leanstep.engines.ready import Held, ReadyOp, ReadyOps, Source
 from leanstep.engines.recording import RecordedOp, Ref, look_at
+from leanstep.engines.settings import Switch
 from leanstep.ir import Value
 from leanstep.rebuild import Run
 from leanstep.recorder.facts import HIDDEN_WRITES
@@ -57,20 +58,20 @@ class StraightOps(ReadyOps):
             if len(self._known) < _REMEMBERED:
                 self._known[id(runs)] = _Schedule(runs, seen)
             return
-        with GradMode() as mode:
+        with Switch() as switch:
             for piece in known.pieces:
-                mode.switch(piece.grad)
+                switch.to(piece.settings)
                 piece.run(held)
 
     def _first_replay(self, runs: Sequence[Run], held: Held) -> "list[_Seen]":
         seen = []
         brought: set[Value] = set()
-        with GradMode() as mode:
+        with Switch() as switch:
             for run in runs:
                 ready, op = self.ops[run.op.index], self._recorded[run.op.index]
                 given = {v: held.sources[v] for v in run.op.reads if v in held.sources}
                 absent = {v for v, source in given.items() if type(source) is not Source}
-                mode.switch(ready.grad)
+                switch.to(ready.settings)
                 made = dict(_made(op, ready.run(held), held))
                 drawn = None if ready.draw is None else _drawn(ready.draw, held)
                 brings = not absent <= brought
@@ -140,10 +141,10 @@ def _made(op: RecordedOp, out: Any, held: Held) -> Iterator[tuple[int, tuple[int
 class _ByPython:
     """One op that Python calls."""
 
-    __slots__ = ("_frees", "_op", "grad")
+    __slots__ = ("_frees", "_op", "settings")
 
     def __init__(self, seen: _Seen) -> None:
-        self._op, self._frees, self.grad = seen.ready, seen.frees, seen.ready.grad
+        self._op, self._frees, self.settings = seen.ready, seen.frees, seen.ready.settings
 
     def run(self, held: Held) -> None:
         """Run it, and let go of what is done with."""
@@ -159,7 +160,7 @@ class _Straight:
     so after an error Python calls the ops: they raise what they raise in eager, if they do.
     """
 
-    __slots__ = ("_draws", "_frees", "_inputs", "_one_by_one", "_outputs", "_program", "grad")
+    __slots__ = ("_draws", "_frees", "_inputs", "_one_by_one", "_outputs", "_program", "settings")
 
     def __init__(
         self,
@@ -173,7 +174,7 @@ class _Straight:
         self._frees = tuple(storage for one in stretch for storage in one.frees)
         self._one_by_one = [_ByPython(one) for one in stretch]
         self._draws = next((one.ready.draws for one in stretch if one.ready.is_random), None)
-        self.grad = stretch[0].ready.grad
+        self.settings = stretch[0].ready.settings
 
     def run(self, held: Held) -> None:
         """Run them, and let go of what is done with."""
@@ -244,7 +245,7 @@ def _begins(one: _Seen, stretch: Sequence[_Seen]) -> bool:
     """Whether an op needs another state of things than the ops before it leave."""
     drew = next((before for before in reversed(stretch) if before.ready.is_random), None)
     jumps = one.ready.is_random and drew is not None and not one.follows(drew)
-    return one.brings or jumps or stretch[0].ready.grad is not one.ready.grad
+    return one.brings or jumps or stretch[0].ready.settings != one.ready.settings
 
 
 def _is_writable(one: _Seen, born: Mapping[int, Ref]) -> bool:
