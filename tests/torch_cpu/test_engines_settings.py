@@ -46,7 +46,8 @@ def convolved(block, x):
     ids=["default dtype", "oneDNN"],
 )
 @pytest.mark.parametrize("turns", [1, 3])
-def test_ops_run_again_with_the_settings_they_had(lab, body, setting, turns) -> None:
+@pytest.mark.parametrize("engine", ["REPLAY", "MODULE"])
+def test_ops_run_again_with_the_settings_they_had(lab, engine, body, setting, turns) -> None:
     steps = 0
 
     def step(model, batch):
@@ -57,6 +58,8 @@ def test_ops_run_again_with_the_settings_they_had(lab, body, setting, turns) -> 
         loss.backward()
         return [loss]
 
-    assert lab.Case(lambda: lab.stack_of(body), step=step).differences(steps=12) == []
+    case = lab.Case(lambda: lab.stack_of(body), step=step)
+
+    assert case.differences(getattr(lab, engine), steps=12) == []
     assert torch.get_default_dtype() is torch.float32
     assert mkldnn.enabled
