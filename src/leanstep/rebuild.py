@@ -145,13 +145,25 @@ def _needed(
 def _sources(
     reruns: Mapping[int, Rerun], makers: Mapping[Value, Rerun], available: Kept
 ) -> dict[int, frozenset[Value]]:
-    """For each op, given in order, the available values that it and what it needs start from."""
+    """For each op, given in order, the available values that it and what it needs start from.
+
+    So do the readers of what an in-place op overwrites, which run before it, asked for or not.
+    """
     starts: dict[int, frozenset[Value]] = {}
+    readers = _readers(reruns.values())
     for index, op in reruns.items():
         own = frozenset(read for read in op.reads if read in available)
-        made = (makers[read].index for read in op.reads if read not in own)
-        starts[index] = own.union(*(starts[before] for before in made))
+        made = [makers[read].index for read in op.reads if read not in own]
+        first = [*made, *_readers_before(op, readers)]
+        starts[index] = own.union(*(starts[before] for before in first))
     return starts
+
+
+def _readers_before(op: Rerun, readers: Mapping[Value, tuple[int, ...]]) -> list[int]:
+    """The ops that read a version that an in-place op ends."""
+    written = {value.storage for value in op.writes}
+    ended = (value for value in op.reads if value.storage in written)
+    return [reader for value in ended for reader in readers[value] if reader < op.index]
 
 
 def _readers(reruns: Iterable[Rerun]) -> dict[Value, tuple[int, ...]]:
@@ -332,13 +344,10 @@ class _State:
 
     def _before_overwriting(self, op: Rerun) -> list[Value]:
         """What still has to be made from the versions that an in-place op is about to end."""
-        written = {value.storage for value in op.writes}
         return [
             self.program.reruns[reader].writes[0]
-            for value in op.reads
-            if value.storage in written
-            for reader in self.program.readers[value]
-            if reader < op.index and reader not in self.done
+            for reader in _readers_before(op, self.program.readers)
+            if reader not in self.done
         ]
 
     def _run(self, place: int, index: int, last_reader: Mapping[int, int]) -> Run:

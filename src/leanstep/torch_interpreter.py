@@ -3,15 +3,19 @@
 The sister of `torch_private.py` for private names of `torch.jit`, all of them seen in torch 2.12
 and 2.13. The interpreter's optimizer stays off: ops run as they are written, one after the other,
 and a tensor goes after its last reader.
+
+Nothing depends on it: where torch lacks one of these names, or refuses a graph, that is an
+`UnwritableError`, and Python calls the ops.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias, cast
 
 import torch
 
 # A value of a graph that is being written.
-Node = torch._C.Value
+Node: TypeAlias = "torch._C.Value"
 
 Program = Callable[..., tuple[torch.Tensor, ...]]
 
@@ -35,23 +39,44 @@ class UnwritableError(Exception):
     """A call that cannot be part of a graph."""
 
 
+@contextmanager
+def _as_torch_allows() -> Iterator[None]:
+    """Say in one way that torch cannot do something, or can no more."""
+    try:
+        yield
+    except (AttributeError, RuntimeError, TypeError) as error:
+        raise UnwritableError(f"torch's interpreter: {error}") from error
+
+
 def is_writable_operator(operator: Any) -> bool:
-    """Whether the interpreter knows an operator, and calling it leaves its arguments' looks."""
-    is_own = isinstance(operator, torch._ops.OpOverload) and operator.namespace == "aten"
-    return is_own and torch.Tag.inplace_view not in operator.tags
+    """Whether the interpreter knows an operator, and calling it leaves its arguments' looks.
+
+    One that returns a list has one output there, which is no tensor.
+    """
+    if not isinstance(operator, torch._ops.OpOverload) or operator.namespace != "aten":
+        return False
+    returns_lists = any("List" in str(formal.type) for formal in operator._schema.returns)
+    return torch.Tag.inplace_view not in operator.tags and not returns_lists
 
 
 class GraphWriter:
-    """Write calls of operators into a graph, one after the other."""
+    """Write calls of operators into a graph, one after the other.
 
+    Raises:
+        UnwritableError: from each method, where torch does not go along.
+    """
+
+    @_as_torch_allows()
     def __init__(self) -> None:
         # Its stubs lack half of what it has.
         self._graph: Any = torch._C.Graph()
 
+    @_as_torch_allows()
     def input(self) -> Node:
         """A tensor that is given to the graph."""
         return cast(Node, self._graph.addInput())
 
+    @_as_torch_allows()
     def call(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Node]:
         """Call an operator on values of the graph and on constants."""
         schema = operator._schema
@@ -77,6 +102,7 @@ class GraphWriter:
         """Another look at a tensor's storage."""
         return self.call(torch.ops.aten.as_strided.default, (base, size, stride, offset), {})[0]
 
+    @_as_torch_allows()
     def finish(self, outputs: Sequence[Node]) -> Program:
         """The graph as a function of its inputs, which returns all these values."""
         node = self._graph.create("prim::TupleConstruct", list(outputs), 1)
@@ -87,7 +113,7 @@ class GraphWriter:
         return _as_written(torch._C._create_function_from_graph("leanstep_replay", self._graph))
 
     def _argument(self, kind: str, value: Any, formal: Any) -> Node:
-        if isinstance(value, Node):
+        if isinstance(value, torch._C.Value):
             return value
         if not isinstance(value, (list, tuple)):
             return self._constant(kind, value)
@@ -128,11 +154,6 @@ def _as_written(function: Program) -> Program:
         optimize(False)
         try:
             return function(*inputs)
-        except RuntimeError as error:
-            if "out of memory" in str(error):
-                # The interpreter makes one kind of error of all.
-                raise torch.OutOfMemoryError(str(error)) from error
-            raise
         finally:
             optimize(before)
 

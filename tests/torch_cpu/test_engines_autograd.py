@@ -277,3 +277,16 @@ def test_threads_do_not_disturb_one_another(lab) -> None:
 
     assert run(model) == run(case.fresh())
     applied.remove()
+
+
+def test_what_is_read_before_a_write_and_never_asked_for_can_be_made_again(lab) -> None:
+    def body(block, x):
+        y = block.a(x)
+        (y * block.scale).sin()
+        y.add_(1)
+        return y.sin() * block.b(x).tanh()
+
+    def change(block) -> None:
+        block.register_buffer("scale", torch.rand(lab.WIDTH))
+
+    assert lab.Case(lambda: lab.stack_of(body, change=change)).differences() == []

@@ -4,14 +4,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from leanstep.engines import straight
 from leanstep.engines.randomness import CudaDraw
 from leanstep.engines.ready import ReadyOp
 from leanstep.engines.recording import RecordedOp, Ref
+from leanstep.engines.settings import settings_now
 from leanstep.ir import Value
 from leanstep.rebuild import Rerun
-from leanstep.torch_interpreter import GraphWriter, UnwritableError, _as_written
+from leanstep.torch_interpreter import GraphWriter, UnwritableError
 
 
 class Attention(nn.Module):
@@ -60,6 +62,21 @@ def test_all_that_a_layer_drops_comes_back_by_one_program(lab, pieces) -> None:
     assert {"aten.mul_.Tensor", "aten.cat.default", "aten.gelu.default"} <= set(written[0])
 
 
+def test_schedules_that_come_once_are_not_written(lab, pieces) -> None:
+    written, _ = pieces
+    case = lab.Case(lambda: lab.Stack([Attention()]))
+    model, _ = case.fitted()
+    case.train(model, 7)
+    number = len(written)
+    loss = case.loss(model, case.batch)
+
+    # Each pass through a graph that is kept goes on from where the one before has ended.
+    for _ in range(4):
+        loss.backward(retain_graph=True)
+
+    assert len(written) == number > 0
+
+
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_is_dropped_has_the_same_bits_and_the_predicted_peak(lab, seed, dtype) -> None:
@@ -94,7 +111,7 @@ def seen(operator, reads, makes, *, given=(), frees=(), draw=None, drawn=None, b
     rerun = Rerun(0, tuple(ref.value for ref in refs), writes)
     numbers = (0.1, True) if draw else ()
     births = tuple((storage, place) for place, storage in enumerate(makes))
-    op = RecordedOp(rerun, operator, (*refs, *numbers), {}, births, draw, False)
+    op = RecordedOp(rerun, operator, (*refs, *numbers), {}, births, draw, settings_now())
     return straight._Seen(
         op,
         ReadyOp(op),
@@ -160,12 +177,64 @@ def test_an_operator_that_types_do_not_tell_is_refused() -> None:
         writer.call(torch.ops.aten.pow.Tensor_Tensor, [writer.input(), 2.0], {})
 
 
-def test_running_out_of_memory_is_the_error_that_it_is_in_eager() -> None:
-    def full():
-        raise RuntimeError("failed in the interpreter\nCUDA out of memory. Tried to allocate 1 GiB")
+def test_lists_that_an_op_returns_are_taken_apart_by_python(lab) -> None:
+    def body(block, x):
+        (y,) = torch._foreach_exp([block.a(x).sin()])
+        return (y.exp() * y.tanh()).sigmoid() * block.b(y)
 
-    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
-        _as_written(full)()
+    assert lab.Case(lambda: lab.stack_of(body)).differences(steps=7) == []
+
+
+@pytest.mark.parametrize("name", ["Graph", "Value", "TupleType", "_create_function_from_graph"])
+def test_a_torch_without_the_interpreter_leaves_the_ops_to_python(
+    lab, pieces, monkeypatch, name
+) -> None:
+    _, by_python = pieces
+    monkeypatch.delattr(torch._C, name)
+
+    assert lab.Case(lambda: lab.Stack([Attention()])).differences(steps=7) == []
+    assert by_python
+
+
+def test_graphs_that_torch_refuses_are_left_to_python(lab, pieces, monkeypatch) -> None:
+    def refuse(*_):
+        raise RuntimeError("no such graph")
+
+    _, by_python = pieces
+    monkeypatch.setattr(torch._C, "_create_function_from_graph", refuse)
+
+    assert lab.Case(lambda: lab.Stack([Attention()])).differences(steps=7) == []
+    assert by_python
+
+
+def test_programs_that_fail_are_left_to_python(lab, pieces, monkeypatch) -> None:
+    def refuse(*_):
+        raise RuntimeError("failed in the interpreter")
+
+    _, by_python = pieces
+    monkeypatch.setattr(torch._C, "_create_function_from_graph", lambda *_: refuse)
+
+    assert lab.Case(lambda: lab.Stack([Attention()])).differences(steps=7) == []
+    assert by_python
+
+
+class Full(TorchDispatchMode):
+    """No memory for what some op makes."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.gelu.default:
+            raise torch.OutOfMemoryError("Tried to allocate 1 GiB")
+        return func(*args, **(kwargs or {}))
+
+
+def test_errors_in_a_program_are_those_of_eager(lab) -> None:
+    case = lab.Case(lambda: lab.Stack([Attention()]))
+    model, _ = case.fitted()
+    case.train(model, 7)
+    loss = case.loss(model, case.batch)
+
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"), Full():
+        loss.backward()
 
 
 def test_optimizer_of_the_interpreter_is_as_it_was_afterwards() -> None:

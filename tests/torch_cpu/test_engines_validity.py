@@ -1,5 +1,6 @@
 """Calls that look alike but are not: a recording is never used where it does not hold."""
 
+import gc
 import importlib
 import sys
 import warnings
@@ -198,6 +199,27 @@ def test_what_an_import_runs_is_not_taken_for_the_block_s_code(tmp_path, monkeyp
     second = Watched(executed, torch.nn.Identity(), forward)
     second(torch.ones(1))
     assert second.is_seen
+    assert [code.co_name for code in executed.codes] == ["forward"]
+
+
+def test_what_the_garbage_collector_calls_is_not_taken_for_the_block_s_code() -> None:
+    def timed():
+        return 1
+
+    def collecting(phase, info):
+        timed()
+
+    def forward(hidden):
+        gc.collect()
+        return hidden
+
+    gc.callbacks.append(collecting)
+    executed = Executed()
+    try:
+        Watched(executed, torch.nn.Identity(), forward)(torch.ones(1))
+    finally:
+        gc.callbacks.remove(collecting)
+
     assert [code.co_name for code in executed.codes] == ["forward"]
 
 

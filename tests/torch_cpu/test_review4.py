@@ -26,14 +26,15 @@ def reads_before(s, x):
 
 def reads_where_data_say(s, x):
     y = body(s, s.norm(x))
-    return y * (1 + s.norm.running_mean) if int(s.norm.num_batches_tracked) > 4 else y
+    # Later than peaks are measured: those are of one path.
+    return y * (1 + s.norm.running_mean) if int(s.norm.num_batches_tracked) > 7 else y
 
 
 @pytest.mark.parametrize("forward", [reads_after, reads_before, reads_where_data_say])
 def test_statistics_that_a_block_reads_are_as_they_were_in_its_second_run(lab, forward) -> None:
     case = lab.Case(lambda: lab.stack_of(forward, change=averaging))
 
-    assert case.differences(lab.MODULE, steps=8) == []
+    assert case.differences(lab.MODULE, steps=11) == []
 
 
 @pytest.mark.parametrize("forward", [reads_after, reads_before, reads_where_data_say])

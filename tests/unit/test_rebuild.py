@@ -125,6 +125,16 @@ def test_the_reader_of_an_old_version_runs_before_its_writer() -> None:
     assert indices(session.request(first(2))) == []
 
 
+def test_what_that_reader_starts_from_is_needed_as_long_as_its_writer() -> None:
+    other = first(5)
+    ops = [*READ_THEN_OVERWRITTEN]
+    ops[1] = op(1, [first(1), other], first(2))
+    program = build_program(ops, {Value(1, 1): 1, first(2): 1}, frozenset([INPUT, other]))
+
+    assert program.sources[Value(1, 1)] == {INPUT, other}
+    assert program.needs == {INPUT: 2, other: 2}
+
+
 def test_an_in_place_op_waits_when_the_old_version_is_asked_for_first() -> None:
     overwritten = Value(1, 1)
     session = session_of(READ_THEN_OVERWRITTEN, [overwritten, first(2)])

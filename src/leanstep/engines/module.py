@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from leanstep.eager import never_compiled, uncompiled
 from leanstep.engines.randomness import other_random_states, same_other_draws
+from leanstep.engines.settings import Switch, settings_now
 from leanstep.errors import InputError
 from leanstep.recorder.company import full_name, is_torchs_own
 from leanstep.torch_private import (
@@ -125,7 +126,7 @@ class _Start:
         written: list[tuple[torch.Tensor, bool]],
     ) -> None:
         self.module = module
-        self.draws = other_random_states()
+        self.draws, self.settings = other_random_states(), settings_now()
         self.attributes = _Attributes(module)
         arguments = [leaf for leaf in arguments if isinstance(leaf, torch.Tensor)]
         # Of what the block writes there are copies: it may be written again.
@@ -153,7 +154,8 @@ class _Start:
         with same_versions_after(self.written):
             try:
                 _fill(self.copies)
-                with same_other_draws(self.draws):
+                with same_other_draws(self.draws), Switch() as switch:
+                    switch.to(self.settings)
                     yield
             finally:
                 now.put_back()

@@ -10,6 +10,7 @@ the block is not closed, and every call of it is recorded.
 
 import dis
 import functools
+import gc
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import (
@@ -87,7 +88,7 @@ class Executed:
     def see(self, frame: FrameType, event: str, arg: Any) -> None:
         """Note a call; the interpreter's profiling calls this."""
         if event == "call":
-            if frame.f_code not in self._known:
+            if frame.f_code not in self._known and not _is_called_by_collector(frame):
                 self._see_python(frame)
         elif event == "c_call" and frame.f_code in self.codes:
             self._see_builtin(arg)
@@ -127,6 +128,15 @@ class Executed:
                 self.outside = name
         elif not _is_pure(module):
             self.outside = f"{module}.{name}"
+
+
+def _is_called_by_collector(frame: FrameType) -> bool:
+    """Whether Python's garbage collector calls it, which may happen in the middle of anything."""
+    codes = {getattr(callback, "__code__", None) for callback in gc.callbacks}
+    caller: FrameType | None = frame if codes else None
+    while caller is not None and caller.f_code not in codes:
+        caller = caller.f_back
+    return caller is not None
 
 
 class Watched:

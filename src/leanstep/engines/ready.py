@@ -11,6 +11,7 @@ import torch
 
 from leanstep.engines.randomness import CudaDraw, cpu_draws_from, cuda_draws_from
 from leanstep.engines.recording import GENERATOR, RecordedOp, Ref
+from leanstep.engines.settings import Switch
 from leanstep.ir import Value
 from leanstep.rebuild import Run
 from leanstep.recorder.facts import tensors_in
@@ -95,12 +96,12 @@ class ReadyOp:
 
     __slots__ = (
         *("_args", "_births", "_func", "_kwargs", "_only_birth", "_places"),
-        *("draw", "generator", "grad", "is_random"),
+        *("draw", "generator", "is_random", "settings"),
     )
 
     def __init__(self, op: RecordedOp) -> None:
         self._func, self._args, self._kwargs = op.func, op.args, op.kwargs
-        self._births, self.draw, self.grad = op.births, op.draw, op.grad_enabled
+        self._births, self.draw, self.settings = op.births, op.draw, op.settings
         reads = op.rerun.reads
         draws_on_cpu = op.draw is None and bool(reads) and reads[-1].storage == GENERATOR
         self.generator = reads[-1] if draws_on_cpu else None
@@ -167,25 +168,6 @@ def _filled(argument: Any, held: Held) -> Any:
     return argument
 
 
-class GradMode:
-    """The grad mode of a replay, switched where it changes: mostly once for all that runs."""
-
-    __slots__ = ("_before", "_is_enabled")
-
-    def __enter__(self) -> "GradMode":
-        self._is_enabled = self._before = torch.is_grad_enabled()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.switch(self._before)
-
-    def switch(self, is_enabled: bool) -> None:
-        """Let what follows run in this mode."""
-        if is_enabled is not self._is_enabled:
-            self._is_enabled = is_enabled
-            torch.set_grad_enabled(is_enabled)
-
-
 class ReadyOps:
     """The ops of a program, prepared."""
 
@@ -193,11 +175,11 @@ class ReadyOps:
         self.ops = {index: ReadyOp(op) for index, op in ops.items()}
 
     def replay(self, runs: Sequence[Run], held: Held) -> None:
-        """Run ops again in order, each in its recorded grad mode, and let go of what is done."""
-        with GradMode() as mode:
+        """Run ops again in order, each with the settings it had, and let go of what is done."""
+        with Switch() as switch:
             for run in runs:
                 op = self.ops[run.op.index]
-                mode.switch(op.grad)
+                switch.to(op.settings)
                 op.run(held)
                 for storage in run.frees:
                     held.buffers.pop(storage, None)

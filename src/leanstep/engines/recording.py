@@ -21,6 +21,7 @@ from leanstep.blockgraph import (
 )
 from leanstep.engines.randomness import CudaDraw, DeviceDraws, draw_device
 from leanstep.engines.scope import Scope
+from leanstep.engines.settings import Settings, settings_now
 from leanstep.ir import Fact, Value
 from leanstep.ir.graph import scoped_name
 from leanstep.rebuild import Rerun
@@ -101,8 +102,8 @@ def without_history(tensor: torch.Tensor) -> torch.Tensor:
 class RecordedOp:
     """One op to run again: its arguments with references, and the storages it allocates.
 
-    `births` pairs each new storage with the place of its tensor among the outputs' leaves. Some
-    ops (oneDNN's LSTM) look at the grad mode, so it is part of the record.
+    `births` pairs each new storage with the place of its tensor among the outputs' leaves. What
+    they compute depends on some of torch's settings too, so these are part of the record.
     """
 
     rerun: Rerun
@@ -111,7 +112,7 @@ class RecordedOp:
     kwargs: Mapping[str, Any]
     births: tuple[tuple[int, int], ...]
     draw: CudaDraw | None
-    grad_enabled: bool
+    settings: Settings
 
 
 class CallRecorder(torch_private.TorchDispatchMode):
@@ -348,7 +349,7 @@ class CallRecorder(torch_private.TorchDispatchMode):
         rerun = Rerun(len(self.names) - 1, tuple(dict.fromkeys(reads)), (*writes, *made))
         args, kwargs = templates
         self.ops[rerun.index] = RecordedOp(
-            rerun, func, args, kwargs, tuple(births), draw, torch.is_grad_enabled()
+            rerun, func, args, kwargs, tuple(births), draw, settings_now()
         )
         self.makers.update((value, rerun) for value in rerun.writes)
 
@@ -372,7 +373,7 @@ class CallRecorder(torch_private.TorchDispatchMode):
         rerun = cheaper(op.rerun, recipe, made, without=(GENERATOR,))
         templates = tuple(self._template(argument) for argument in call.args)
         self.cheap_ops[rerun.index] = RecordedOp(
-            rerun, call.func, templates, {}, ((storage, 0),), None, op.grad_enabled
+            rerun, call.func, templates, {}, ((storage, 0),), None, op.settings
         )
 
 

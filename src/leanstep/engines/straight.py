@@ -1,11 +1,11 @@
 """Replays without Python between their ops.
 
-The first replay of a request runs op by op, and what the ops make is looked at. Then ops that
-follow each other become one program for torch's interpreter, in which an op takes a fraction of
-the time that Python needs to call it. What the interpreter has no words for is run by Python as
-before. Draws on a CUDA device are part of a program where each begins where the one before has
-ended, so that the generator is moved back once; the CPU's generator has a state that takes memory,
-which shall not last longer than its op.
+The first replay of a request runs op by op, and what the ops make is looked at. When it comes
+again, ops that follow each other become one program for torch's interpreter, in which an op takes a
+fraction of the time that Python needs to call it. What the interpreter has no words for is run by
+Python as before. Draws on a CUDA device are part of a program where each begins where the one
+before has ended, so that the generator is moved back once; the CPU's generator has a state that
+takes memory, which shall not last longer than its op.
 
 Memory is the same to the byte. Inside a program a tensor goes after its last reader; its arguments
 stay until it ends, so it ends with the op after which one of them goes. And it begins with the op
@@ -14,14 +14,15 @@ that first reads what must be brought back, from the host or by another block: n
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
 from leanstep.engines.randomness import CudaDraw, lent_offset
-from leanstep.engines.ready import GradMode, Held, ReadyOp, ReadyOps, Source
+from leanstep.engines.ready import Held, ReadyOp, ReadyOps, Source
 from leanstep.engines.recording import RecordedOp, Ref, look_at
+from leanstep.engines.settings import Switch
 from leanstep.ir import Value
 from leanstep.rebuild import Run
 from leanstep.recorder.facts import HIDDEN_WRITES
@@ -47,7 +48,7 @@ class StraightOps(ReadyOps):
         super().__init__(ops)
         self._recorded = ops
         # By the identity of a schedule: the same request gets the same one in every step.
-        self._known: dict[int, tuple[Sequence[Run], list[_Piece]]] = {}
+        self._known: dict[int, _Schedule] = {}
 
     def replay(self, runs: Sequence[Run], held: Held) -> None:
         """Run ops again in order, and let go of what is done with."""
@@ -55,22 +56,22 @@ class StraightOps(ReadyOps):
         if known is None:
             seen = self._first_replay(runs, held)
             if len(self._known) < _REMEMBERED:
-                self._known[id(runs)] = (runs, list(_pieces(seen)))
+                self._known[id(runs)] = _Schedule(runs, seen)
             return
-        with GradMode() as mode:
-            for piece in known[1]:
-                mode.switch(piece.grad)
+        with Switch() as switch:
+            for piece in known.pieces:
+                switch.to(piece.settings)
                 piece.run(held)
 
     def _first_replay(self, runs: Sequence[Run], held: Held) -> "list[_Seen]":
         seen = []
         brought: set[Value] = set()
-        with GradMode() as mode:
+        with Switch() as switch:
             for run in runs:
                 ready, op = self.ops[run.op.index], self._recorded[run.op.index]
                 given = {v: held.sources[v] for v in run.op.reads if v in held.sources}
                 absent = {v for v, source in given.items() if type(source) is not Source}
-                mode.switch(ready.grad)
+                switch.to(ready.settings)
                 made = dict(_made(op, ready.run(held), held))
                 drawn = None if ready.draw is None else _drawn(ready.draw, held)
                 brings = not absent <= brought
@@ -111,6 +112,18 @@ class _Seen:
             yield from (ref for ref in refs if ref.value not in self.given)
 
 
+class _Schedule:
+    """A schedule that was seen running; `runs` is held, so that its identity stays its own."""
+
+    def __init__(self, runs: Sequence[Run], seen: Sequence[_Seen]) -> None:
+        self.runs, self._seen = runs, seen
+
+    @cached_property
+    def pieces(self) -> "list[_Piece]":
+        """Its ops as programs: written when it comes again, which not all do."""
+        return list(_pieces(self._seen))
+
+
 def _drawn(draw: CudaDraw, held: Held) -> CudaDraw:
     """Where a draw has ended, counted as its start is."""
     moved = lent_offset(draw.device_index) - draw.after(held.cuda_base).offset
@@ -128,10 +141,10 @@ def _made(op: RecordedOp, out: Any, held: Held) -> Iterator[tuple[int, tuple[int
 class _ByPython:
     """One op that Python calls."""
 
-    __slots__ = ("_frees", "_op", "grad")
+    __slots__ = ("_frees", "_op", "settings")
 
     def __init__(self, seen: _Seen) -> None:
-        self._op, self._frees, self.grad = seen.ready, seen.frees, seen.ready.grad
+        self._op, self._frees, self.settings = seen.ready, seen.frees, seen.ready.settings
 
     def run(self, held: Held) -> None:
         """Run it, and let go of what is done with."""
@@ -141,9 +154,13 @@ class _ByPython:
 
 
 class _Straight:
-    """Ops that follow each other, as one program."""
+    """Ops that follow each other, as one program.
 
-    __slots__ = ("_draws", "_frees", "_inputs", "_outputs", "_program", "grad")
+    The interpreter makes one kind of error of all. Programs write nothing that they have not made,
+    so after an error Python calls the ops: they raise what they raise in eager, if they do.
+    """
+
+    __slots__ = ("_draws", "_frees", "_inputs", "_one_by_one", "_outputs", "_program", "settings")
 
     def __init__(
         self,
@@ -155,11 +172,23 @@ class _Straight:
         self._program, self._outputs = program, outputs
         self._inputs = [(ref, ref.value) for ref in inputs]
         self._frees = tuple(storage for one in stretch for storage in one.frees)
+        self._one_by_one = [_ByPython(one) for one in stretch]
         self._draws = next((one.ready.draws for one in stretch if one.ready.is_random), None)
-        self.grad = stretch[0].ready.grad
+        self.settings = stretch[0].ready.settings
 
     def run(self, held: Held) -> None:
         """Run them, and let go of what is done with."""
+        made = self._made(self._arguments(held), held)
+        if made is None:
+            for op in self._one_by_one:
+                op.run(held)
+            return
+        for storage in self._frees:
+            held.buffers.pop(storage, None)
+        for storage, tensor in zip(self._outputs, made, strict=True):
+            held.buffers[storage] = tensor
+
+    def _arguments(self, held: Held) -> list[torch.Tensor]:
         sources, buffers, name = held.sources, held.buffers, held.block_name
         arguments = []
         for ref, value in self._inputs:
@@ -167,15 +196,17 @@ class _Straight:
             source = sources.get(value)
             base = buffers[value.storage] if source is None else source.unchanged(name)
             arguments.append(ref.of(base))
-        if self._draws is None:
-            made = self._program(*arguments)
-        else:
+        return arguments
+
+    def _made(self, arguments: list[torch.Tensor], held: Held) -> tuple[torch.Tensor, ...] | None:
+        """What the program makes; None where it has failed."""
+        try:
+            if self._draws is None:
+                return self._program(*arguments)
             with self._draws(held):
-                made = self._program(*arguments)
-        for storage in self._frees:
-            buffers.pop(storage, None)
-        for storage, tensor in zip(self._outputs, made, strict=True):
-            buffers[storage] = tensor
+                return self._program(*arguments)
+        except RuntimeError:
+            return None
 
 
 _Piece = _ByPython | _Straight
@@ -184,10 +215,11 @@ _Piece = _ByPython | _Straight
 def _pieces(seen: Sequence[_Seen]) -> Iterator[_Piece]:
     """The ops of a schedule in as few pieces as possible."""
     for stretch in _stretches(seen):
-        if len(stretch) < _LEAST_OPS:
+        program = None if len(stretch) < _LEAST_OPS else _written(stretch)
+        if program is None:
             yield from map(_ByPython, stretch)
         else:
-            yield _written(stretch)
+            yield program
 
 
 def _stretches(seen: Sequence[_Seen]) -> Iterator[list[_Seen]]:
@@ -213,7 +245,7 @@ def _begins(one: _Seen, stretch: Sequence[_Seen]) -> bool:
     """Whether an op needs another state of things than the ops before it leave."""
     drew = next((before for before in reversed(stretch) if before.ready.is_random), None)
     jumps = one.ready.is_random and drew is not None and not one.follows(drew)
-    return one.brings or jumps or stretch[0].ready.grad is not one.ready.grad
+    return one.brings or jumps or stretch[0].ready.settings != one.ready.settings
 
 
 def _is_writable(one: _Seen, born: Mapping[int, Ref]) -> bool:
@@ -237,8 +269,8 @@ def _is_lazy(*looks: Ref) -> bool:
 def _has_words_for(op: RecordedOp) -> bool:
     if not is_writable_operator(op.func):
         return False
-    writer = GraphWriter()
     try:
+        writer = GraphWriter()
         writer.call(op.func, *_with_nodes(op, lambda _: writer.input()))
     except UnwritableError:
         return False
@@ -256,9 +288,15 @@ def _with_nodes(op: RecordedOp, node_of: Callable[[Ref], Node]) -> tuple[list[An
     return [put(argument) for argument in op.args], {k: put(v) for k, v in op.kwargs.items()}
 
 
-def _written(stretch: Sequence[_Seen]) -> _Straight:
-    """A stretch of ops as one program."""
-    writer = GraphWriter()
+def _written(stretch: Sequence[_Seen]) -> _Straight | None:
+    """A stretch of ops as one program, if torch goes along."""
+    try:
+        return _write(GraphWriter(), stretch)
+    except UnwritableError:
+        return None
+
+
+def _write(writer: GraphWriter, stretch: Sequence[_Seen]) -> _Straight:
     inputs: dict[Ref, Node] = {}
     # What is there of what the ops have made: a storage's tensor, and how it looks at the storage.
     born: dict[int, tuple[Node, Ref]] = {}

@@ -16,6 +16,7 @@ from torch import nn
 
 from leanstep.engines.looks import PLAIN, Looks, UncacheableError
 from leanstep.engines.reach import Executed, Reach, is_users
+from leanstep.engines.settings import settings_now
 from leanstep.generators import HeldGenerators
 from leanstep.torch_private import HOOK_GROUPS, global_hooks, storage_address, tree_flatten
 
@@ -89,8 +90,7 @@ def _modes() -> tuple[Any, ...]:
     return (
         torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
         torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
+        settings_now(),
         # These choose between the ops that attention is made of.
         torch.backends.cuda.flash_sdp_enabled(),
         torch.backends.cuda.mem_efficient_sdp_enabled(),

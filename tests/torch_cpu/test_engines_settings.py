@@ -1,0 +1,65 @@
+"""Settings of torch that hold around forward, and no more when backward runs its ops again."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.backends import mkldnn
+
+
+@contextmanager
+def other_default_dtype() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextmanager
+def without_onednn() -> Iterator[None]:
+    mkldnn.enabled = False
+    try:
+        yield
+    finally:
+        mkldnn.enabled = True
+
+
+def divided(block, x):
+    """Integers become what the default says."""
+    y = block.a(x)
+    return (y * ((y * 10).long() / 3)).tanh().to(x.dtype) * block.b(x).sin()
+
+
+def convolved(block, x):
+    """The kernel is oneDNN's, or torch's own with other bits."""
+    image = (block.a(x) * 0.5 + 1).view(4, 16, 6, 8)
+    weight = block.b.weight.view(16, 16, 3, 3)
+    return F.conv2d(image, weight, padding=1).tanh().sin().reshape(x.shape)
+
+
+@pytest.mark.parametrize(
+    ("body", "setting"),
+    [(divided, other_default_dtype), (convolved, without_onednn)],
+    ids=["default dtype", "oneDNN"],
+)
+@pytest.mark.parametrize("turns", [1, 3])
+@pytest.mark.parametrize("engine", ["REPLAY", "MODULE"])
+def test_ops_run_again_with_the_settings_they_had(lab, engine, body, setting, turns) -> None:
+    steps = 0
+
+    def step(model, batch):
+        nonlocal steps
+        steps += 1
+        with setting() if steps % turns == 0 else nullcontext():
+            loss = lab.mean_square(model, batch)
+        loss.backward()
+        return [loss]
+
+    case = lab.Case(lambda: lab.stack_of(body), step=step)
+
+    assert case.differences(getattr(lab, engine), steps=12) == []
+    assert torch.get_default_dtype() is torch.float32
+    assert mkldnn.enabled
