@@ -18,7 +18,7 @@ demo: $(STAMP) ## fit a small model into less memory and print the proof
 	@$(BIN)/python examples/first_light.py
 
 test: $(STAMP) ## run the tests
-	@$(BIN)/python -m pytest -n auto --maxprocesses=4
+	@$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist worksteal
 
 check: format-check lint types site test ## all that .ci/run holds: format, lint, types, site, tests
 

@@ -84,8 +84,8 @@ def check(verdict: leanstep.Verdict) -> None:
     assert verdict.predicted_peak_bytes <= 1.01 * verdict.measured_peak_bytes
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-@pytest.mark.parametrize("engine", ENGINES)
+# What an optimizer keeps is there whatever the engine does: each has one of the two.
+@pytest.mark.parametrize(("engine", "optimizer"), [("replay", "adamw"), ("module", "sgd")])
 @pytest.mark.parametrize("name", [*TINY, "called-thrice"])
 def test_every_budget_down_to_the_floor_is_held_with_the_same_numbers(name, engine, optimizer):
     model, batch, loss, step = build(name, optimizer)
