@@ -123,7 +123,7 @@ def _gap_fact(plan: Plan) -> Fact:
     excess = f"at most {format_seconds(plan.excess_seconds)}"
     return Fact(
         "From the optimum",
-        "nothing" if plan.is_optimal else excess,
+        "0, proved" if plan.is_optimal else excess,
         f"extra {format_seconds(plan.extra_seconds)}, proved bound "
         f"{format_seconds(plan.bound_seconds)}",
     )
