@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from leanstep.errors import BudgetError, PlanError
-from leanstep.ir import Engine, Link, Plan, Profile
+from leanstep.ir import Category, Engine, Link, Plan, Profile, Storage
 from leanstep.ir.decision import INPUT
 from leanstep.ir.plan import check_plan
 from leanstep.planner import plan
@@ -106,6 +106,20 @@ def test_no_budget_that_is_a_little_below_that_floor_can_be_met(link: Link) -> N
     for share in (0.99, 0.97, 0.9):
         with pytest.raises(BudgetError):
             plan(profile, int(share * caught.value.floor_bytes))
+
+
+def test_storages_that_are_emptied_do_not_raise_that_floor() -> None:
+    profile = steps(FAST)
+    end = len(profile.graph.ops)
+    away = Storage(1 << 40, Category.PARAMETER, -1, end, end, absences=((0, end + 1),))
+    graph = replace(profile.graph, storages=(*profile.graph.storages, away))
+    floors = []
+    for one in (profile, replace(profile, graph=graph)):
+        with pytest.raises(BudgetError) as caught:
+            plan(one, 1)
+        floors.append(caught.value.floor_bytes)
+
+    assert floors[0] == floors[1]
 
 
 def test_a_plan_with_offload_survives_the_disk(tmp_path) -> None:

@@ -318,7 +318,8 @@ def _parts(line: Timeline) -> tuple[tuple[str, int], ...]:
 def _lower_floor(space: Space, solver: Solver, too_little_bytes: int, floor_bytes: int) -> int:
     """The least budget that moving to the host makes possible, nearly; each trial is a plan."""
     graph, end = space.profile.graph, len(space.profile.graph.ops)
-    lasting = sum(s.nbytes for s in graph.storages if s.birth < 0 and s.death >= end)
+    stay = (s for s in graph.storages if s.birth < 0 and s.death >= end and not s.absences)
+    lasting = sum(storage.nbytes for storage in stay)
     low = max(too_little_bytes, lasting, floor_bytes - capacity_bytes(space.profile))
     for _ in range(FLOOR_TRIALS):
         if floor_bytes - low <= FLOOR_TOLERANCE * floor_bytes:
