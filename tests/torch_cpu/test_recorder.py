@@ -207,6 +207,23 @@ def test_an_activation_lives_until_backward_and_could_go_in_forward() -> None:
     assert sum(s.natural_death < start for s in held) > 0.9 * len(held)
 
 
+def test_a_storage_that_its_owner_empties_and_fills_with_other_numbers_is_written() -> None:
+    class Refilled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(2):
+                self.scratch.untyped_storage().resize_(0)
+                self.scratch.untyped_storage().resize_(4 * 8)
+                self.scratch.copy_(x.detach()[0])
+            return super().forward(x * self.scratch.clone())
+
+    model = Refilled(8, 8)
+    model.register_buffer("scratch", torch.zeros(8))
+    graph = leanstep.profile(model, torch.randn(4, 8), lambda m, b: m(b).sum()).graph
+
+    copies = [op for op in graph.ops if op.name == "aten.copy_.default"]
+    assert [value.version for op in copies for value in op.writes] == [1, 2]
+
+
 def test_what_backward_never_reaches_is_held_to_the_end() -> None:
     class Aside(Layers):
         def forward(self, x: Tensor) -> Tensor:

@@ -32,10 +32,7 @@ class Absences:
             self._stretches.setdefault(number, []).append([start, position])
 
     def is_refill(self, number: int) -> bool:
-        """Whether a write to a storage is the first since it has its size again.
-
-        Such a one puts back what was there.
-        """
+        """Whether a write to a storage is the first since it has its size again."""
         is_empty = number in self._empty
         self._empty.discard(number)
         return is_empty

@@ -145,7 +145,7 @@ class StepRecording(torch_private.TorchDispatchMode):
             spared = self.meter.nbytes(out.untyped_storage())
             self.book.replace(out, reads[0].storage)
             written = [reads[0].storage]
-        written = [number for number in written if not self._absences.is_refill(number)]
+        written = [number for number in written if not self._puts_back(func, number)]
         writes = [self.book.write(number) for number in written]
         writes.extend(self._births(out))
         if Fact.RANDOM in facts and self._draws_on_host(out):
@@ -194,6 +194,11 @@ class StepRecording(torch_private.TorchDispatchMode):
         writes = (*last.writes, self.book.value(number))
         self.ops[-1] = dataclasses.replace(last, writes=writes)
         return number
+
+    def _puts_back(self, func: Any, number: int) -> bool:
+        """Whether a write is FSDP2's, of what a storage held before it was emptied."""
+        is_first = self._absences.is_refill(number)
+        return is_first and func.namespace == "fsdp"
 
     def _births(self, out: Any) -> list[Value]:
         births = []
