@@ -2,6 +2,7 @@
 
     python benchmarks/batch_study.py predict --device h200 --budget 24GiB --json predicted.jsonl
     python benchmarks/batch_study.py measure predicted.jsonl --json measured.jsonl --seconds 170
+    python benchmarks/batch_study.py measure predicted.jsonl --known measured.jsonl --json more.jsonl
 
 `predict` needs no GPU. `measure` takes minutes, not hours, since it begins where the prediction
 ends: the two largest batches are tried first, then, while time is left, their neighbours 2 % up or
@@ -74,16 +75,18 @@ def predict(args):
 
 
 def measure(args):
-    predicted = [study_of(line) for line in args.predicted.read_text().splitlines()]
+    predicted = studies_in(args.predicted)
+    known = {study.model: study.trials for study in studies_in(args.known)} if args.known else {}
     share = args.seconds / max(1, len(predicted))
     for number, study in enumerate(predicted, start=1):
         deadline = args.started + number * share
-        yield measured(Model(study.model, args.device, args.size), study, deadline)
+        model = Model(study.model, args.device, args.size)
+        yield measured(model, study, deadline, known.get(study.model, ()))
 
 
-def measured(model, predicted, deadline):
+def measured(model, predicted, deadline, known=()):
     """A study like the predicted one, of as many trials as there is time for."""
-    trials = {}
+    trials = {trial.batch: trial for trial in known}
 
     def tried(batch):
         if batch not in trials:
@@ -148,6 +151,10 @@ class Bracket:
             self.next = min(self.next - step, int(self.next / max(1.0, load)))
 
 
+def studies_in(path):
+    return [study_of(line) for line in path.read_text().splitlines()]
+
+
 def study_of(line):
     return from_plain(leanstep.MaxBatch, json.loads(line)["content"])
 
@@ -177,6 +184,7 @@ def parser():
     first.set_defaults(studies=predict)
     second = commands.add_parser("measure", help="here, beginning with what was predicted")
     second.add_argument("predicted", type=Path)
+    second.add_argument("--known", type=Path, help="go on where an earlier call has ended")
     second.add_argument("--device", default="cuda")
     second.add_argument("--seconds", type=float, default=170.0)
     second.set_defaults(studies=measure)
