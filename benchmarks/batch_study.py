@@ -2,7 +2,7 @@
 
     python benchmarks/batch_study.py predict --device h200 --budget 24GiB --json predicted.jsonl
     python benchmarks/batch_study.py measure predicted.jsonl --json measured.jsonl --seconds 170
-    python benchmarks/batch_study.py measure predicted.jsonl --known measured.jsonl --json more.jsonl
+    python benchmarks/batch_study.py measure predicted.jsonl --known measured.jsonl    # goes on
 
 `predict` needs no GPU. `measure` takes minutes, not hours, since it begins where the prediction
 ends: the two largest batches are tried first, then, while time is left, their neighbours 2 % up or

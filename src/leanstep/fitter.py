@@ -12,6 +12,7 @@ import torch
 from leanstep import engines, planner
 from leanstep.api import WITHOUT_LIMIT, profile_for, refuse_fitted, unplanned_plan
 from leanstep.config import read_config
+from leanstep.corrections import with_cpu_seconds, with_missed_bytes, without_wasted_bytes
 from leanstep.engines import Applied
 from leanstep.errors import BudgetError, MeasureError, VerifyError
 from leanstep.ir import Exclusion, Plan, Profile, Verdict
@@ -35,8 +36,8 @@ from leanstep.truth import return_cached
 from leanstep.units import check_budget, format_bytes, parse_budget
 from leanstep.verifier import Look, judge, look_at_untouched
 
-# The share of the budget that may stay unused before a plan is made anew.
-_MUCH_WASTED = 0.01
+# The share of the step's time that a second plan must promise to save.
+_WORTH_A_TRY = 0.02
 
 # How often a plan whose measured peak is above the budget is made anew. Once is enough where the
 # step is always the same; where sizes follow the data, as in mixtures of experts, no account is.
@@ -230,17 +231,55 @@ def _fit(
     if before is None:
         return Fit(recorded, applied.plan, None, applied)
     verdict = _verdict(step, applied, before)
-    if verdict.within_budget and (tighter := _tightened(recorded, verdict)) is not None:
-        first = Fit(recorded, applied.plan, verdict, applied)
-        return _better(step, first, before, tighter, plan_for)
+    if verdict.within_budget:
+        fitted = Fit(recorded, applied.plan, verdict, applied)
+        for improve in (_with_more_bytes, _with_less_waiting):
+            fitted = improve(step, fitted, before, plan_for)
+        return fitted
     for _ in range(_MOST_CORRECTIONS):
-        if verdict.within_budget:
-            break
         # The measured step knows what the account left out.
         applied.remove()
-        recorded, applied = _rehearsed(step, _corrected(recorded, verdict), plan_for)
+        recorded, applied = _rehearsed(step, with_missed_bytes(recorded, verdict), plan_for)
         verdict = _verdict(step, applied, before)
+        if verdict.within_budget:
+            break
     return Fit(recorded, applied.plan, verdict, applied)
+
+
+def _with_more_bytes(
+    step: TrainingStep, first: Fit, before: Look, plan_for: Callable[[Profile], Plan]
+) -> Fit:
+    """Use what the first plan has left of the budget, if that is worth anything."""
+    assert first.verdict is not None
+    known = without_wasted_bytes(first.profile, first.verdict)
+    before_seconds = first.plan.extra_seconds
+    if known is None or plan_for(known).extra_seconds >= before_seconds:
+        return first
+
+    def is_better(second: Fit) -> bool:
+        return second.plan.extra_seconds < before_seconds
+
+    return _tried(step, first, before, known, plan_for, is_better)
+
+
+def _with_less_waiting(
+    step: TrainingStep, first: Fit, before: Look, plan_for: Callable[[Profile], Plan]
+) -> Fit:
+    """Let the CPU have less to do, where the device was seen to wait for it."""
+    assert first.verdict is not None
+    known = with_cpu_seconds(first.profile, first.plan, first.verdict)
+    verdict = first.verdict
+    if known is None:
+        return first
+    promised_seconds = verdict.baseline_seconds + plan_for(known).extra_seconds
+    if promised_seconds > (1 - _WORTH_A_TRY) * verdict.measured_seconds:
+        return first
+
+    def is_better(second: Fit) -> bool:
+        assert second.verdict is not None
+        return second.verdict.measured_seconds < verdict.measured_seconds
+
+    return _tried(step, first, before, known, plan_for, is_better)
 
 
 def _look_at_unplanned(step: TrainingStep, recorded: Profile) -> Look:
@@ -253,54 +292,26 @@ def _look_at_unplanned(step: TrainingStep, recorded: Profile) -> Look:
             applied.remove()
 
 
-def _corrected(recorded: Profile, verdict: Verdict) -> Profile:
-    missed = max(0, verdict.measured_peak_bytes - verdict.predicted_peak_bytes)
-    return _with_slack(recorded, missed)
-
-
-def _tightened(recorded: Profile, verdict: Verdict) -> Profile | None:
-    """The profile less what its account has too much, where that wastes some of the budget.
-
-    Never so much that the untouched step would need more than is predicted for it.
-    """
-    wasted = min(verdict.predicted_peak_bytes, verdict.budget_bytes) - verdict.measured_peak_bytes
-    excess = min(
-        verdict.predicted_peak_bytes - verdict.measured_peak_bytes,
-        recorded.peak_bytes - verdict.baseline_peak_bytes,
-    )
-    is_wasted = wasted > _MUCH_WASTED * verdict.budget_bytes and excess > 0
-    return _with_slack(recorded, -excess) if is_wasted else None
-
-
-def _with_slack(recorded: Profile, more_bytes: int) -> Profile:
-    return replace(
-        recorded,
-        slack_bytes=recorded.slack_bytes + more_bytes,
-        peak_bytes=recorded.peak_bytes + more_bytes,
-    )
-
-
-def _better(
+def _tried(
     step: TrainingStep,
     first: Fit,
     before: Look,
-    tighter: Profile,
+    known: Profile,
     plan_for: Callable[[Profile], Plan],
+    is_better: Callable[[Fit], bool],
 ) -> Fit:
-    """Try once what a tighter account is worth; the first plan stays unless it is beaten."""
-    if plan_for(tighter).extra_seconds >= first.plan.extra_seconds:
-        return first
+    """Try once what is planned with another profile; the first plan stays unless it is beaten."""
     first.applied.set_aside()
     try:
-        recorded, applied = _rehearsed(step, tighter, plan_for)
+        recorded, applied = _rehearsed(step, known, plan_for)
         verdict = _verdict(step, applied, before)
     except (BudgetError, MeasureError, torch.OutOfMemoryError):
         # It does not fit after all; what does is at hand.
         first.applied.resume()
         return first
-    is_cheaper = applied.plan.extra_seconds < first.plan.extra_seconds
-    if verdict.within_budget and is_cheaper:
-        return Fit(recorded, applied.plan, verdict, applied)
+    second = Fit(recorded, applied.plan, verdict, applied)
+    if verdict.within_budget and is_better(second):
+        return second
     applied.remove()
     first.applied.resume()
     return first

@@ -10,6 +10,7 @@ from leanstep import api, fitter, models
 from leanstep.api import is_launch_bound
 from leanstep.engines.attach import is_attached
 from leanstep.ir import Profile
+from leanstep.simulator import simulate
 
 NAME, SIZES = "gpt2-tiny", {"batch": 8}
 
@@ -143,3 +144,50 @@ def test_a_missed_budget_is_planned_for_until_it_is_held(monkeypatch: pytest.Mon
 
     assert len(plans) == 3
     assert fitted.verdict.within_budget and fitted.plan == plans[2]
+
+
+def waiting_for_the_cpu(monkeypatch: pytest.MonkeyPatch, seconds_a_call) -> list:
+    """Let planned steps be measured to take the CPU's time for every block that is changed."""
+    plans, judge = [], fitter.judge
+
+    def slow(step, applied, before):
+        plans.append(applied.plan)
+        verdict = judge(step, applied, before)
+        extra = seconds_a_call(len(plans)) * len(applied.plan.changed)
+        measured = verdict.baseline_seconds + extra
+        promised = verdict.baseline_seconds + applied.plan.extra_seconds
+        return dataclasses.replace(
+            verdict,
+            measured_seconds=measured,
+            issue_seconds=measured,
+            predicted_seconds=promised,
+        )
+
+    monkeypatch.setattr(fitter, "judge", slow)
+    return plans
+
+
+def test_a_step_that_waits_for_the_cpu_is_planned_again_with_less_for_it_to_do(monkeypatch):
+    plans = waiting_for_the_cpu(monkeypatch, lambda _: 1.0)
+    model, batch, loss, optimizer = models.build(NAME, **SIZES)
+
+    fitted = leanstep.fit(model, batch, loss, optimizer=optimizer, budget="90%")
+
+    first, second = plans
+    assert len(second.changed) < len(first.changed)
+    assert fitted.plan == second == fitted.applied.plan
+    assert fitted.verdict.within_budget and fitted.verdict.exact
+    # With the time that was found for the CPU, the first plan is predicted as it was measured.
+    measured = 1.0 * len(first.changed)
+    assert simulate(fitted.profile, first).extra_seconds == pytest.approx(measured, rel=0.01)
+
+
+def test_the_first_plan_stays_where_the_second_waits_as_long(monkeypatch):
+    plans = waiting_for_the_cpu(monkeypatch, lambda number: float(number**5))
+    model, batch, loss, optimizer = models.build(NAME, **SIZES)
+
+    fitted = leanstep.fit(model, batch, loss, optimizer=optimizer, budget="90%")
+
+    assert len(plans) == 2 and fitted.plan == plans[0] == fitted.applied.plan
+    fitted.remove()
+    assert not any(map(is_attached, model.modules()))

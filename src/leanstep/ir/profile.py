@@ -16,8 +16,8 @@ from leanstep.units import format_bytes, format_seconds
 # The CPU time of a replayed op, and of a planned call of a block with all that it saves, in units
 # of the time that issuing one op of the untouched step takes. As measured beside an H200 by
 # `benchmarks/replay_overhead.py --device cuda`, on BERT's layers with 28 saves each.
-_REPLAY_IN_OPS = 5.0
-_CALL_IN_OPS = 70.0
+_REPLAY_IN_OPS = 5.5
+_CALL_IN_OPS = 50.0
 
 
 @dataclass(frozen=True, slots=True)
