@@ -30,8 +30,8 @@ from leanstep.state import untouched
 from leanstep.step import Loss, TrainingStep, make_step
 from leanstep.truth import (
     UNCUT_BYTES,
-    median_issue_seconds,
-    median_seconds,
+    StepTime,
+    median_step_time,
     peak_rise_bytes,
     resident_bytes,
 )
@@ -130,13 +130,14 @@ def profile_for(step: TrainingStep, engine: str, *, exact: bool = True) -> Profi
     try:
         with untouched(step):
             fits = first_run_fits(step)
-            seconds = median_seconds(step.run, step.device) if fits else draft.step_seconds
+            unmeasured = StepTime(draft.step_seconds)
+            took = median_step_time(step.run, step.device) if fits else unmeasured
             # Anew: what the compiler has left on the device stays there.
             other_bytes = max(0, resident_bytes(step) - static_bytes(draft) + draft.other_bytes)
             rise = _measured_rise(step, 1) if fits else 0
     finally:
         applied.remove()
-    draft = dataclasses.replace(draft, step_seconds=seconds, fits_device=fits, slack_bytes=0)
+    draft = dataclasses.replace(draft, step_seconds=took.seconds, fits_device=fits, slack_bytes=0)
     return with_peak(draft, other_bytes, rise)
 
 
@@ -151,29 +152,24 @@ def profile_step(step: TrainingStep) -> Profile:
     with untouched(step):
         # Optimizer state is made at the first step; it must be there before the recorded one.
         fits = first_run_fits(step)
-        seconds = median_seconds(step.run, step.device) if fits else 0.0
-        issue = median_issue_seconds(step.run, step.device) if fits else 0.0
+        took = median_step_time(step.run, step.device) if fits else StepTime()
         resident = resident_bytes(step)
         company = Company()
         graph = record(step, signatures, attic=None if fits else Attic(), company=company)
         check_graph(graph)
         rise = _measured_rise(step, _repeats(graph)) if fits else 0
-    took = Took(seconds, issue, fits)
-    draft = assemble(step, graph, signatures, company, took)
+    draft = assemble(step, graph, signatures, company, took, fits_device=fits)
     return with_peak(draft, max(0, resident - static_bytes(draft)), rise)
 
 
-@dataclasses.dataclass(frozen=True)
-class Took:
-    """How long the untouched step took, and its issuing; 0 where that was not measured."""
-
-    seconds: float = 0.0
-    issue_seconds: float = 0.0
-    fits_device: bool = True
-
-
 def assemble(
-    step: TrainingStep, graph: Graph, signatures: Signatures, company: Company, took: Took
+    step: TrainingStep,
+    graph: Graph,
+    signatures: Signatures,
+    company: Company,
+    took: StepTime,
+    *,
+    fits_device: bool = True,
 ) -> Profile:
     """Time the ops of a recorded step and find its blocks; the peak is not yet in."""
     costs, notes = measure(signatures.specs, signatures.that_write(graph), step.device)
@@ -195,7 +191,7 @@ def assemble(
         gradients_kept=step.gradients_kept,
         marks=marks,
         notes=tuple(notes),
-        fits_device=took.fits_device,
+        fits_device=fits_device,
         company=tuple(company.notes(blocks)),
         link=measured_link(step.device),
         issue_seconds=took.issue_seconds if is_bound else 0.0,

@@ -22,7 +22,7 @@ from contextlib import ExitStack
 
 import torch
 
-from leanstep.api import Took, assemble, with_peak
+from leanstep.api import assemble, with_peak
 from leanstep.eager import uncompiled
 from leanstep.engines.apply import SequentialRuntime
 from leanstep.engines.attach import attach, can_attach, detach
@@ -41,7 +41,7 @@ from leanstep.recorder.step import adopt_static, mark_gradients, module_hooks
 from leanstep.recorder.values import has_storage
 from leanstep.step import TrainingStep
 from leanstep.torch_private import is_innermost, local_tensor, top_saving_hooks
-from leanstep.truth import OpMeter, resident_bytes
+from leanstep.truth import OpMeter, StepTime, resident_bytes
 
 RECORDED_LIVE = "recorded from the first training step: its time is the sum over its ops"
 
@@ -115,7 +115,7 @@ class FirstStep:
         recording.drop_open_calls()
         graph = with_settled_state(recording.graph(), made)
         check_graph(graph)
-        draft = assemble(step, graph, self._signatures, self._company, Took())
+        draft = assemble(step, graph, self._signatures, self._company, StepTime())
         # The link between device and host was not tried out in this step.
         draft = dataclasses.replace(
             draft,

@@ -108,32 +108,36 @@ def return_cached(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def median_seconds(step: Callable[[], object], device: torch.device, repeats: int = 3) -> float:
-    """The median time of a warm step; steps of seconds are not repeated for long."""
-    seconds: list[float] = []
-    while len(seconds) < repeats and sum(seconds) < _ENOUGH_SECONDS:
-        _synchronize(device)
-        start = time.perf_counter()
-        step()
-        _synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return sorted(seconds)[len(seconds) // 2]
+@dataclass(frozen=True, slots=True, order=True)
+class StepTime:
+    """What a step takes, and how long it takes the CPU to issue it; 0 where it was not measured.
+
+    A CPU issues nothing: it runs the step at once.
+    """
+
+    seconds: float = 0.0
+    issue_seconds: float = 0.0
 
 
-def median_issue_seconds(
-    step: Callable[[], object], device: torch.device, repeats: int = 3
-) -> float:
-    """The median time until a warm step is issued to a GPU; 0 for a CPU, which runs it at once."""
-    if device.type != "cuda":
-        return 0.0
-    seconds: list[float] = []
-    while len(seconds) < repeats and sum(seconds) < _ENOUGH_SECONDS:
-        _synchronize(device)
-        start = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - start)
+def step_time(step: Callable[[], object], device: torch.device) -> StepTime:
+    """The time of one step; both figures are of the same one, as machines are moody."""
     _synchronize(device)
-    return sorted(seconds)[len(seconds) // 2]
+    start = time.perf_counter()
+    step()
+    issued = time.perf_counter()
+    _synchronize(device)
+    seconds = time.perf_counter() - start
+    return StepTime(seconds, issued - start if device.type == "cuda" else 0.0)
+
+
+def median_step_time(
+    step: Callable[[], object], device: torch.device, repeats: int = 3
+) -> StepTime:
+    """The median time of a warm step; steps of seconds are not repeated for long."""
+    times: list[StepTime] = []
+    while len(times) < repeats and sum(one.seconds for one in times) < _ENOUGH_SECONDS:
+        times.append(step_time(step, device))
+    return sorted(times)[len(times) // 2]
 
 
 def _synchronize(device: torch.device) -> None:

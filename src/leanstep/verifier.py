@@ -19,11 +19,11 @@ from leanstep.state import untouched
 from leanstep.step import TrainingStep
 from leanstep.truth import (
     Peak,
+    StepTime,
     has_expandable_segments,
     measured_peak,
-    median_issue_seconds,
-    median_seconds,
     resident_bytes,
+    step_time,
 )
 
 # Runs of the untouched step to learn its spread, where the planned one differs.
@@ -72,30 +72,30 @@ def _numbers(step: TrainingStep, room: Callable[[], AbstractContextManager[None]
 
 def race(
     step: TrainingStep, applied: Applied, rounds: int = 3, *, fits_device: bool = True
-) -> tuple[float, float]:
-    """The median seconds of the untouched and the planned step, in turns on a noisy machine.
+) -> tuple[StepTime, StepTime]:
+    """The median times of the untouched and the planned step, in turns on a noisy machine.
 
     An untouched step that cannot run takes what the plan says.
     """
-    untouched_seconds, planned_seconds = [], []
+    before, after = [], []
     with untouched(step):
         for _ in range(rounds):
             if fits_device:
                 with applied.paused():
                     step.run()
-                    untouched_seconds.append(median_seconds(step.run, step.device, repeats=1))
+                    before.append(step_time(step.run, step.device))
             else:
-                untouched_seconds.append(applied.plan.step_seconds)
+                before.append(StepTime(applied.plan.step_seconds))
             step.run()
-            planned_seconds.append(median_seconds(step.run, step.device, repeats=1))
+            after.append(step_time(step.run, step.device))
     middle = rounds // 2
-    return sorted(untouched_seconds)[middle], sorted(planned_seconds)[middle]
+    return sorted(before)[middle], sorted(after)[middle]
 
 
 def judge(step: TrainingStep, applied: Applied, before: Look) -> Verdict:
     """Judge the planned step, now in force, against a look at the untouched one."""
     plan, after, fits_device = applied.plan, look(step), before.fits_device
-    baseline_seconds, measured_seconds = race(step, applied, fits_device=fits_device)
+    baseline, measured = race(step, applied, fits_device=fits_device)
     on_cpu = step.device.type == "cpu"
     before = _with_spread(step, applied, before, after.outcome)
     different, spread = differences(before.outcome, after.outcome, before.spread)
@@ -109,9 +109,9 @@ def judge(step: TrainingStep, applied: Applied, before: Look) -> Verdict:
         else plan.unplanned_peak_bytes,
         predicted_peak_bytes=plan.peak_bytes,
         measured_peak_bytes=after.peak.rise_bytes + max(after.resident_bytes, known),
-        baseline_seconds=baseline_seconds,
-        predicted_seconds=baseline_seconds + plan.extra_seconds,
-        measured_seconds=measured_seconds,
+        baseline_seconds=baseline.seconds,
+        predicted_seconds=baseline.seconds + plan.extra_seconds,
+        measured_seconds=measured.seconds,
         loss_equal="the loss" not in different,
         gradients_equal=not any(name.startswith("gradient") for name in different),
         buffers_equal=not any(name.startswith("buffer") for name in different),
@@ -125,17 +125,9 @@ def judge(step: TrainingStep, applied: Applied, before: Look) -> Verdict:
         baseline_reserved_bytes=before.peak.reserved_bytes,
         measured_reserved_bytes=after.peak.reserved_bytes,
         expandable_segments=has_expandable_segments(step.device),
-        issue_seconds=_issue_seconds(step),
+        issue_seconds=measured.issue_seconds,
         beyond_tolerance=tuple(name for name, (far, most) in apart.items() if not far <= most),
     )
-
-
-def _issue_seconds(step: TrainingStep) -> float:
-    """What the CPU takes to issue the step; 0 on a CPU, which runs it at once."""
-    if step.device.type == "cpu":
-        return 0.0
-    with untouched(step):
-        return median_issue_seconds(step.run, step.device)
 
 
 def _with_spread(step: TrainingStep, applied: Applied, before: Look, new: Outcome) -> Look:
