@@ -160,6 +160,34 @@ def split_joint_graph(
     return early(forward), early(backward)
 
 
+def hand_over_unread(forward: Any, backward: Any, names: Sequence[str], num_outputs: int) -> None:
+    """Have forward save some more of its nodes, which backward gets and does not read.
+
+    Torch's own function leaves out what backward does not read. They come first of all that is
+    saved: what is held apart comes last.
+    """
+    output = forward.graph.output_node()
+    (outputs,) = output.args
+    saved = outputs[num_outputs:]
+    more = [node for node in forward.graph.nodes if node.name in names]
+    output.args = (type(outputs)((*outputs[:num_outputs], *more, *saved)),)
+    if "desc" in output.meta:
+        descriptions = output.meta["desc"]
+        kind = type(descriptions[num_outputs])
+        numbered = [kind(len(saved) + number) for number in range(len(more))]
+        output.meta["desc"] = [
+            *descriptions[:num_outputs],
+            *numbered,
+            *descriptions[num_outputs:],
+        ]
+    (first,) = (node for node in backward.graph.nodes if node.name == saved[0].name)
+    with backward.graph.inserting_before(first):
+        for node in more:
+            backward.graph.placeholder(node.name).meta.update(node.meta)
+    forward.recompile()
+    backward.recompile()
+
+
 def _ordered_set(items: Iterator[Any]) -> Any:
     from torch.utils._ordered_set import OrderedSet
 

@@ -9,8 +9,11 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import leanstep  # noqa: E402
+from leanstep.engines.inductor import PRECISE, CompiledForm  # noqa: E402
 from leanstep.forms import compiled as forms_compiled  # noqa: E402
 from leanstep.forms import cuts  # noqa: E402
+from leanstep.forms.capture import capture  # noqa: E402
+from leanstep.forms.kinds import Example  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler"),
@@ -55,7 +58,30 @@ def test_planned_kernels_compute_the_bits_of_the_unplanned_ones(monkeypatch, aut
     model, batch = Stack(autocast), torch.randn(256, WIDTH)
     fitted = leanstep.fit(model, batch, engine="inductor", budget="75%")
     assert not fitted.profile.exclusions
+    (kind,) = fitted.profile.kinds
+    assert kind.forms[0].name.endswith("torch's choice")
     assert fitted.verdict.exact, fitted.verdict.different
     assert fitted.verdict.within_budget
     assert any(decision.dropped_bytes > 0 for decision in fitted.plan.decisions)
     fitted.remove()
+
+
+def test_masks_that_torch_keeps_are_dropped_with_their_seeds_beside_them():
+    torch.manual_seed(0)
+    module, x = Block(), torch.randn(64, WIDTH, requires_grad=True)
+    joint = capture(Example(module, (), (x,), {}, ()), PRECISE)
+    first, *_ = cuts.candidates(joint, dict.fromkeys(joint.forward, 1e-6), 1)
+    whole = cuts.with_seeds(joint, first).kept
+    masks = {node.name for node in joint.nodes if str(node.target).startswith("aten.gt")}
+    without = tuple(name for name in whole if name not in masks)
+
+    def run(kept, whole):
+        torch.manual_seed(3)
+        form = CompiledForm(Block.forward, kept, PRECISE, whole)
+        out = form(module, (x,), {})
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), [x, *module.parameters()])]
+
+    assert masks & set(first.kept)
+    assert set(whole) - set(first.kept) == set(joint.seeds) != set()
+    for unplanned, planned in zip(run(first.kept, ()), run(without, whole), strict=True):
+        assert torch.equal(unplanned, planned)

@@ -42,7 +42,7 @@ from leanstep.torch_private import (
 )
 
 # One more whenever the same names would give another program.
-PARTITION_VERSION = 1
+PARTITION_VERSION = 2
 
 # Inductor keeps what a fused kernel passes on inside in float32, and lets the compiler of a kernel
 # fuse products and sums. So a value that is computed again in another kernel may have other bits.

@@ -18,6 +18,7 @@ from leanstep.ir import Fact
 from leanstep.recorder.facts import call_facts, op_info
 from leanstep.torch_compiler import (
     extract_graph,
+    hand_over_unread,
     is_held_apart,
     is_operator,
     is_primal,
@@ -135,16 +136,22 @@ class JointGraph:
         )
 
     def apart(self, whole: Collection[str], kept: Collection[str]) -> Apart:
-        """Forward and backward that hand over one set, and what makes that of a smaller one."""
+        """Forward and backward that hand over one set, and what makes that of a smaller one.
+
+        Of the set may be what only this third graph reads: seeds.
+        """
         forward, backward = self.split(whole)
+        read, _ = self.closed(whole)
+        if read and (unread := [name for name in whole if name not in read]):
+            hand_over_unread(forward, backward, unread, self.num_outputs)
         handed: Any = forward.graph.output_node().args[0][self.num_outputs :]
         names = [node.name for node in handed if is_tensor(node) and not is_held_apart(node)]
         dropped = [name for name in names if name not in kept and self._is_made(name)]
         there = set(names) - set(dropped)
         wanted = [self.by_name[name] for name in dropped]
         made = self.made_of(there, wanted)
-        read = {source for node in made for source in node.all_input_nodes}
-        sources = [n for n in self.nodes if n in read and (n.name in there or is_primal(n))]
+        taken = {source for node in made for source in node.all_input_nodes}
+        sources = [n for n in self.nodes if n in taken and (n.name in there or is_primal(n))]
         rebuild = extract_graph(self.joint, sources, made, wanted)
         return Apart(
             forward,
@@ -159,6 +166,11 @@ class JointGraph:
     def _is_made(self, name: str) -> bool:
         """Whether a node is more than a look at an input."""
         return bool(base_of(self.by_name[name]).op != "placeholder")
+
+    @cached_property
+    def seeds(self) -> tuple[str, ...]:
+        """The nodes that Inductor's own draws start from."""
+        return tuple(n.name for n in self.forward if str(n.target).startswith(DRAWS_SEEDS))
 
     def made_of(self, there: Collection[str], wanted: Sequence[Any]) -> list[Any]:
         """The nodes to compute for those wanted, from inputs and from nodes that are there."""

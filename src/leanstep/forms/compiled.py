@@ -12,7 +12,7 @@ from leanstep.engines.joint import JointGraph, LostNodeError
 from leanstep.errors import MeasureError
 from leanstep.forms.capture import CaptureError, capture
 from leanstep.forms.costs import node_seconds, with_writing
-from leanstep.forms.cuts import SEEDS, Candidate, candidates, candidates_apart, seeds_kept
+from leanstep.forms.cuts import Candidate, candidates, candidates_apart, with_seeds
 from leanstep.forms.kinds import Example, Sighting, find_kinds
 from leanstep.forms.trial import Figures, Trial
 from leanstep.ir import Engine, Exclusion, Form, Kind, Profile
@@ -73,7 +73,7 @@ def _kind(sighting: Sighting, device: torch.device, most: int, exact: bool) -> K
     if not trials.add(first):
         raise MeasureError("its gradients differ from run to run")
     if exact:
-        trials = _add_apart(trials, joint, seconds, first, max(1, most - LESS_APART))
+        _add_apart(trials, joint, seconds, first, max(1, most - LESS_APART))
     for candidate in others:
         if not trials.add(candidate):
             # Kernels that are fused otherwise sum in another order: who differs once differs again.
@@ -88,19 +88,15 @@ def _add_apart(
     seconds: Mapping[Any, float],
     first: Candidate,
     most: int,
-) -> "_Trials":
-    """Try forms that rebuild apart what they drop of one that keeps seeds instead of masks.
+) -> None:
+    """Try forms that rebuild apart what they drop of torch's own choice.
 
-    Where that one has other bits than torch's own choice, it is the unplanned form from here on.
+    That keeps masks. With their seeds beside them, these too can be dropped.
     """
-    whole = replace(first, name=SEEDS, kept=seeds_kept(joint))
-    if not trials.add(whole):
-        trials = trials.anew()
-        trials.add(whole)
+    whole = with_seeds(joint, first)
     written = with_writing(joint, seconds, whole.kept, trials.device)
     for candidate in candidates_apart(joint, written, whole, most):
         trials.add(candidate)
-    return trials
 
 
 class _Trials:
@@ -112,10 +108,6 @@ class _Trials:
         self._trial = Trial(example, device)
         self.num_inexact = 0
         self._passed: dict[Any, tuple[Candidate, CompiledForm, Figures]] = {}
-
-    def anew(self) -> "_Trials":
-        """Trials of the same kind, in which another form is the first."""
-        return _Trials(self._name, self._example, self.device, self._exact)
 
     def add(self, candidate: Candidate) -> bool:
         """Compile and measure a form; whether its bits are right."""

@@ -12,7 +12,7 @@ the side of the sink means yes.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,8 +31,6 @@ BUDGETS = (0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
 FIRM_BUDGETS = (0.5, 0.2)
 
 NUM_PRICES = 32
-
-SEEDS = "seeds kept"
 
 # SciPy's flow has 32-bit capacities: everything finite together stays below the infinite one.
 INFINITE = 2**30
@@ -65,7 +63,7 @@ def candidates(joint: JointGraph, seconds: Mapping[Any, float], most: int) -> li
             found[names] = Candidate(title, names, nbytes, spent, is_firm)
 
     add("torch's choice", _torchs(joint, 1.0), is_firm=True)
-    add(SEEDS, seeds_kept(joint), is_firm=True)
+    add("seeds kept", seeds_kept(joint), is_firm=True)
     for budget in BUDGETS:
         try:
             kept = _torchs(joint, budget)
@@ -96,6 +94,12 @@ def candidates_apart(
             nbytes = _kept_bytes(joint, kept)
             found[kept] = Candidate(f"apart {number}", kept, nbytes, spent, whole=first.kept)
     return _spread(first, list(found.values()), most)
+
+
+def with_seeds(joint: JointGraph, first: Candidate) -> Candidate:
+    """The same set and all seeds, from which whatever was drawn can be drawn again."""
+    seeds = (name for name in joint.seeds if name not in first.kept)
+    return replace(first, kept=(*seeds, *first.kept)) if first.kept else first
 
 
 def seeds_kept(joint: JointGraph) -> tuple[str, ...]:
