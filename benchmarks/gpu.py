@@ -364,7 +364,8 @@ def draw(rows, path):
 
     calls = {}
     for (model, _), found in calls_of(rows).items():
-        calls.setdefault(model, []).append(found)
+        if found[0]["sizes"] == SIZES.get(model, found[0]["sizes"]):
+            calls.setdefault(model, []).append(found)
     figure, axes = pyplot.subplots(2, -(-len(calls) // 2), figsize=(10, 8), squeeze=False)
     for axis, (model, found) in zip(axes.flat, calls.items(), strict=False):
         points = {}

@@ -1,14 +1,18 @@
 """Every figure that others have published about activation checkpointing, with ours beside it.
 
-    python benchmarks/published.py --studies predicted.jsonl --into docs/benchmarks.md
+    python benchmarks/published.py --studies benchmarks/results/batch-study-*.jsonl \\
+        --steps benchmarks/results/gpu-h200.jsonl --marks benchmarks/results/marks-h200.json \\
+        --into docs/benchmarks.md
 
-Ours are estimated for devices that need not be here, and the table says so. Nobody published all
-that is needed to repeat a figure; what was assumed stands in the row. The largest batches come from
-`benchmarks/batch_study.py predict`, whose file is given with `--studies`.
+Ours are estimated for devices that need not be here, and beside that stands what was measured:
+largest batches by `benchmarks/batch_study.py` (`--studies`, predicted and measured), steps by
+`benchmarks/gpu.py`, marks by `benchmarks/marks.py`. Nobody published all that is needed to repeat a
+figure; what was assumed stands in the row.
 """
 
 import argparse
 import functools
+import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +31,10 @@ ONEFLOW_SECONDS = (25 * 60 + 16, 33 * 60 + 36)
 
 TITLE = "## Published figures, and ours\n"
 HEAD = f"""{TITLE}
-Made by `python benchmarks/published.py`. **Ours are estimated**, not measured: fake tensors for
-memory, a roofline for time. How near such figures are to a GPU's, and what was measured beside
-other tools on an H200, stands above. "Host" is leanstep with activations waiting in pinned host
-memory, "device" without (`offload=False`). All are plans with `exact=True`; nothing was trained for
-these rows.
+Made by `python benchmarks/published.py`. Estimated are fake tensors for memory and a roofline for
+time; measured are steps on an H200 with the same model and batch, at the nearest budget that was
+run and is no larger. "Host" is leanstep with activations waiting in pinned host memory, as in all
+that was measured, "device" without (`offload=False`). All are plans with `exact=True`.
 """
 TAIL = """
 Nobody published all that is needed to repeat a figure. Assumed: for OneFlow, fp32, 128 tokens, a
@@ -48,12 +51,14 @@ class Row:
     published: str
     setting: str
     ours: str
+    measured: str = "–"
 
     def __str__(self):
-        return f"| {self.source} | {self.published} | {self.setting} | {self.ours} |"
+        cells = self.source, self.published, self.setting, self.ours, self.measured
+        return f"| {' | '.join(cells)} |"
 
 
-def oneflow_rows():
+def oneflow_rows(marks):
     batch, known = oneflow_profile()
     share = ONEFLOW_MIB[1] / ONEFLOW_MIB[0]
     slower = ONEFLOW_SECONDS[1] / ONEFLOW_SECONDS[0] - 1
@@ -76,6 +81,11 @@ def oneflow_rows():
         "as above, every layer recomputed whole, by our own estimate",
         f"{format_change(every.peak_bytes / known.peak_bytes - 1)} memory, "
         f"{format_change(every.extra_seconds / every.step_seconds)} time",
+        "–"
+        if not marks
+        else f"{marks['batch']} × {marks['seq']} tokens, fp32, H200: "
+        f"{format_change(marks['memory_change'])} memory, "
+        f"{format_change(marks['time_change'])} time",
     )
 
 
@@ -93,21 +103,42 @@ def oneflow_profile():
     return batch, profile(batch)
 
 
-def share_rows(source, name, batch, shares, published):
+def share_rows(source, name, batch, shares, published, steps):
     known = leanstep.profile(functools.partial(Model(name), batch), device="h200")
     setting = f"`{name}` × {batch}, bf16, H200: {known.peak_bytes / GIB:.1f} GiB untouched"
     for share in shares:
         saved = f"{format_change(share - 1)} memory"
-        yield Row(source, f"{saved}, {published}", setting, both_ways(known, share))
+        found = measured_step(steps, name, batch, share)
+        yield Row(source, f"{saved}, {published}", setting, both_ways(known, share), found)
         source = ""
     book = textbook(known)
+    book_share = book.peak_bytes / known.peak_bytes
     yield Row(
         "`checkpoint_sequential`, tutorials",
         "memory toward √M, +15–25 % time",
         f"{setting}; at the textbook's peak for √n segments, {book.peak_bytes / GIB:.1f} GiB "
         f"(textbook's time {format_change(book.seconds / known.step_seconds - 1)})",
-        both_ways(known, book.peak_bytes / known.peak_bytes),
+        both_ways(known, book_share),
+        measured_step(steps, name, batch, book_share),
     )
+
+
+def measured_step(steps, name, batch, share):
+    """The nearest step that was measured in no more memory, against eager's of the same call."""
+    eager = {step["call"]: step for step in steps if step["method"] == "eager"}
+    fitting = []
+    for step in steps:
+        is_ours = step["method"] == "leanstep" and step["engine"] == "replay" and step["exact"]
+        if not is_ours or step["model"] != name or step["sizes"]["batch"] != batch:
+            continue
+        untouched = eager[step["call"]]
+        found = step["peak_bytes"] / untouched["peak_bytes"]
+        if found <= share:
+            fitting.append((found, step["seconds"] / untouched["seconds"] - 1))
+    if not fitting:
+        return "–"
+    found, slower = max(fitting)
+    return f"{format_change(found - 1)} memory, **{format_change(slower)}** time"
 
 
 def both_ways(known, share):
@@ -129,25 +160,38 @@ def extra(known, share, *, offload):
 
 def batch_rows(studies):
     claims = {"resnet152": "2–2.5 ×", "bert-large": "up to 3 ×"}
+    mark = " (estimated)"
+    measured = {(s.model, s.device): gain(s) for s in studies if not s.device.endswith(mark)}
     for study in studies:
-        device = study.device.removesuffix(" (estimated)")
+        if not study.device.endswith(mark):
+            continue
+        device = study.device.removesuffix(mark)
         yield Row(
             "Harvard's CS265 project, largest batch",
             f"{claims[study.model]}, +20–30 % time",
             f"`{study.model}`, bf16, {device}, budget {study.budget_bytes / GIB:.1f} GiB, at most "
             f"{format_change(study.max_slowdown)} time a sample",
-            f"{study.untouched_batch} → {study.planned_batch}: **{study.gain:.2f} ×**, "
-            f"{format_change(study.extra_share)} time a sample",
+            gain(study),
+            measured.get((study.model, device), "–"),
         )
 
 
+def gain(study):
+    return (
+        f"{study.untouched_batch} → {study.planned_batch}: **{study.gain:.2f} ×**, "
+        f"{format_change(study.extra_share)} time a sample"
+    )
+
+
 def rows(args):
-    yield from oneflow_rows()
+    marks = json.loads(args.marks.read_text()) if args.marks else {}
+    steps = [json.loads(line) for line in args.steps.read_text().splitlines()] if args.steps else []
+    yield from oneflow_rows(marks)
     published = "+20–30 % time"
     resnet = ("Harvard's CS265 project, ResNet", "resnet152", args.resnet_batch)
-    yield from share_rows(*resnet, (0.55, 0.40), published)
+    yield from share_rows(*resnet, (0.55, 0.40), published, steps)
     bert = ("Harvard's CS265 project, Transformer", "bert-large", args.bert_batch)
-    yield from share_rows(*bert, (0.50, 0.40, 0.30), published)
+    yield from share_rows(*bert, (0.50, 0.40, 0.30), published, steps)
     lines = [line for path in args.studies for line in path.read_text().splitlines()]
     yield from batch_rows([study_of(line) for line in lines])
 
@@ -164,14 +208,16 @@ def with_section(document, section):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--studies", type=Path, nargs="*", default=[])
+    parser.add_argument("--steps", type=Path, help="rows of gpu.py")
+    parser.add_argument("--marks", type=Path, help="what marks.py has found")
     parser.add_argument("--resnet-batch", type=int, default=384)
     parser.add_argument("--bert-batch", type=int, default=64)
     parser.add_argument("--into", type=Path, help="the document that has the section")
     args = parser.parse_args()
     start = time.monotonic()
     table = [
-        "| published by | published | our setting | ours, estimated |",
-        "|---|---|---|---|",
+        "| published by | published | our setting | ours, estimated | ours, measured |",
+        "|---|---|---|---|---|",
         *(str(row) for row in rows(args)),
     ]
     text = "\n".join([HEAD, *table, TAIL])
