@@ -154,6 +154,8 @@ class Bench:
         row = {**self.common, "method": method, **facts}
         try:
             row.update(self._measured())
+            if self.options.kernels and self.device.type == "cuda":
+                row["kernels"] = self.kernels()
         except torch.OutOfMemoryError as error:
             row["failed"] = str(error).partition("\n")[0]
         self.tidy()
@@ -191,6 +193,19 @@ class Bench:
             found["peak_bytes"] = torch.cuda.max_memory_allocated()
             found["reserved_bytes"] = torch.cuda.max_memory_reserved()
         return found
+
+    def kernels(self):
+        """The seconds that the device works in one step, by the kind of kernel."""
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profiler:
+            self.step()
+            self.synchronize()
+        seconds = dict.fromkeys(KERNELS, 0.0)
+        for event in profiler.events():
+            if event.device_type == torch.autograd.DeviceType.CUDA:
+                kind = kernel_kind(event.name)
+                seconds[kind] += event.time_range.elapsed_us() / 1e6
+        return seconds
 
     def tidy(self):
         self.optimizer.zero_grad(set_to_none=True)
@@ -268,6 +283,25 @@ class Bench:
             applied.remove()
 
 
+# Which words in a kernel's name tell its kind; the first that fits counts.
+KERNELS = {
+    "copies": ("memcpy", "memset"),
+    "attention": ("flash", "fmha", "attention"),
+    "products": ("gemm", "nvjet", "cutlass", "cublas", "xmma"),
+    "convolutions": ("conv", "implicit", "wgrad", "dgrad", "fprop"),
+    "optimizer": ("multi_tensor", "fused_adam"),
+    "fused reductions": ("triton_red", "triton_per"),
+    "fused elementwise": ("triton_poi", "triton_"),
+    "reductions": ("reduce", "norm", "softmax", "gammabeta"),
+    "others": ("",),
+}
+
+
+def kernel_kind(name):
+    lower = name.lower()
+    return next(kind for kind, words in KERNELS.items() if any(word in lower for word in words))
+
+
 # Showing.
 
 
@@ -289,6 +323,9 @@ def line(row, eager):
         if "peak_bytes" in row:
             text += f", {row['predicted_peak_bytes'] / row['peak_bytes'] - 1:+.2%}"
         text += f", host {row['host_bytes'] / 2**30:.2f} GiB"
+    if "kernels" in row:
+        parts = ((kind, seconds) for kind, seconds in row["kernels"].items() if seconds > 1e-4)
+        text += "\n    " + ", ".join(f"{kind} {1e3 * seconds:.1f} ms" for kind, seconds in parts)
     return text
 
 
@@ -415,6 +452,7 @@ def arguments():
     )
     run.add_argument("--warm", type=int, default=WARM, help="steps before those that are timed")
     run.add_argument("--timed", type=int, default=TIMED)
+    run.add_argument("--kernels", action="store_true", help="say where the device's time goes")
     run.add_argument("--json", type=Path, help="append rows to this file")
     run.set_defaults(do=lambda options: Bench(options).run())
     shown = commands.add_parser("show", help="tables and a figure from rows")

@@ -39,15 +39,17 @@ def trained(name, sizes, budget=None):
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes"),
+    ("name", "sizes", "warn_only"),
     [
-        ("bert-base", {"batch": 16, "seq": 512}),
-        ("gpt2-medium", {"batch": 8, "seq": 512}),
-        ("resnet50", {"batch": 64, "image": 224}),
+        # Attention repeats itself only where everything must.
+        ("bert-base", {"batch": 16, "seq": 512}, False),
+        ("gpt2-medium", {"batch": 8, "seq": 512}, False),
+        ("resnet50", {"batch": 64, "image": 224}, True),
     ],
 )
-def test_one_line_gives_the_same_numbers_in_less_memory(name, sizes):
-    torch.use_deterministic_algorithms(True, warn_only=True)
+def test_one_line_gives_the_same_numbers_in_less_memory(name, sizes, warn_only, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
     try:
         expected, state, peak_bytes, _ = trained(name, sizes)
         got, lean_state, lean_bytes, lean = trained(name, sizes, budget="85%")
