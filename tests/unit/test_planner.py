@@ -9,8 +9,9 @@ import pytest
 from leanstep.effects import replay_effect
 from leanstep.errors import BudgetError, InputError
 from leanstep.ir import Engine, Fact, Plan, Profile
-from leanstep.planner import options, plan, plan_in, prepare
+from leanstep.planner import plan, plan_in, prepare, replay_options
 from leanstep.planner.lower import effects
+from leanstep.planner.option import Option
 from leanstep.simulator import simulate, timeline
 from leanstep.testing import Layer, chain_profile, random_profile
 
@@ -68,7 +69,7 @@ def test_kept_and_dropped_bytes_add_up_to_what_the_block_saved() -> None:
     assert {d.kept_bytes + d.dropped_bytes for d in found.decisions} == {400 + 1600 + 1600}
 
 
-def clashes(before: options.Option, after: options.Option) -> bool:
+def clashes(before: Option, after: Option) -> bool:
     """Whether a dropped output is not taken by the next call, or not in time."""
     takes = after.engine is Engine.REPLAY and not after.reads_border_early
     return before.drops_border and not takes
@@ -157,13 +158,13 @@ def test_budget_error_names_the_floor_and_the_op_that_owns_it() -> None:
 
 def test_equal_blocks_are_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
     solved = []
-    original = options.drop_sets
+    original = replay_options.drop_sets
 
     def counted(*arguments: object) -> object:
         solved.append(arguments)
         return original(*arguments)
 
-    monkeypatch.setattr(options, "drop_sets", counted)
+    monkeypatch.setattr(replay_options, "drop_sets", counted)
 
     found = plan(equal_blocks(12), "70%")
 

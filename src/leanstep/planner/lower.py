@@ -8,7 +8,7 @@ from leanstep.effects import Effect, offload_shifts
 from leanstep.ir import Decision, Engine, Fact, Kind, Offload, Plan, Profile, Timeline
 from leanstep.ir.text import some_names
 from leanstep.planner.explain import Account
-from leanstep.planner.options import Option
+from leanstep.planner.option import Option
 from leanstep.planner.segments import Part
 from leanstep.simulator import peak_op, static_bytes, timeline
 from leanstep.units import format_bytes

@@ -22,7 +22,8 @@ from leanstep.effects import backward_entry, offload_shifts
 from leanstep.ir import Category, Engine, Link, Offload, Profile
 from leanstep.ir.decision import INPUT
 from leanstep.ir.form import save_key
-from leanstep.planner.options import Option, foreign_readers
+from leanstep.planner.option import Option
+from leanstep.planner.options import foreign_readers
 from leanstep.planner.segments import Part
 from leanstep.simulator import shifted, timeline
 from leanstep.solvers.base import Bytes, Call, Choice, Problem, Solution

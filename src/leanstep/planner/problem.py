@@ -13,7 +13,7 @@ import numpy.typing as npt
 from leanstep.blockgraph import BlockGraph
 from leanstep.ir import Engine, Profile
 from leanstep.planner.cut import find_projects
-from leanstep.planner.options import CallOptions, Option
+from leanstep.planner.option import CallOptions, Option
 from leanstep.simulator import base_levels, rises
 from leanstep.solvers.base import Bytes, Call, Candidate, Choice
 

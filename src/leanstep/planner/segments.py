@@ -12,7 +12,8 @@ from leanstep.blockgraph import BlockGraph, views_of
 from leanstep.ir import Block, Profile
 from leanstep.ir.blocks import Sequentials
 from leanstep.planner.listing import listed
-from leanstep.planner.options import CallOptions, OptionFinder
+from leanstep.planner.option import CallOptions
+from leanstep.planner.options import OptionFinder
 from leanstep.planner.overrides import Rule
 from leanstep.planner.problem import Layers
 from leanstep.recipes import usable_recipes

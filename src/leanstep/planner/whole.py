@@ -9,8 +9,10 @@ from leanstep.ir import Engine, Kind, Offload, Plan, Profile, Timeline
 from leanstep.ir.exclusion import left_out
 from leanstep.planner.lower import effects, lower
 from leanstep.planner.offload import LEAST_SECONDS, capacity_bytes, find_offload, roomier
-from leanstep.planner.options import CallOptions, Option, check_engine, check_profiled, hooked
+from leanstep.planner.option import CallOptions, Option
+from leanstep.planner.options import check_engine, check_profiled
 from leanstep.planner.overrides import Rule, parse_rules, unmet
+from leanstep.planner.replay_options import hooked
 from leanstep.planner.segments import Part, Parts
 from leanstep.simulator import peak_op, simulate, timeline
 from leanstep.solvers.base import PICOSECONDS, Choice, Outcome, Problem, Solution, Solver
