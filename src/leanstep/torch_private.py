@@ -492,3 +492,33 @@ def modes_are_active() -> bool:
 def is_innermost(mode: TorchDispatchMode) -> bool:
     """Whether a dispatch mode is the one that sees ops first."""
     return _get_current_dispatch_mode() is mode
+
+
+# What float32 is computed in where that is faster, by library and kind of op.
+_PRECISIONS = (
+    ("cuda", "matmul"),
+    ("cuda", "conv"),
+    ("cuda", "rnn"),
+    ("mkldnn", "matmul"),
+    ("mkldnn", "conv"),
+)
+
+
+def float32_precisions() -> tuple[str, ...]:
+    """What float32 is computed in (TF32, bfloat16): both of torch's ways to say so are seen."""
+    read = torch._C._get_fp32_precision_getter
+    return tuple([read(*place) for place in _PRECISIONS])
+
+
+def set_float32_precisions(precisions: tuple[str, ...]) -> None:
+    """Let float32 be computed so.
+
+    The older way to say it first: where the two disagree, torch raises when it is asked.
+    """
+    cuda, convolutions, _, onednn, _ = precisions
+    fast = "medium" if onednn == "bf16" else "high"
+    torch.set_float32_matmul_precision(fast if cuda == "tf32" else "highest")
+    torch._C._set_cudnn_allow_tf32(convolutions == "tf32")
+    for place, precision in zip(_PRECISIONS, precisions, strict=True):
+        if torch._C._get_fp32_precision_getter(*place) != precision:
+            torch._C._set_fp32_precision_setter(*place, precision)

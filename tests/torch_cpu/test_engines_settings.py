@@ -27,6 +27,41 @@ def without_onednn() -> Iterator[None]:
         mkldnn.enabled = True
 
 
+@contextmanager
+def less_precise() -> Iterator[None]:
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@contextmanager
+def less_precise_said_otherwise() -> Iterator[None]:
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = before
+
+
+@torch.library.custom_op("leanstep_tests::rounded", mutates_args=())
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """As a product does on machines that have units for it."""
+    is_precise = torch.backends.mkldnn.matmul.fp32_precision != "bf16"
+    return x.clone() if is_precise else x.bfloat16().float()
+
+
+rounded.register_fake(torch.empty_like)
+rounded.register_autograd(lambda ctx, gradient: gradient)
+
+
+def multiplied(block, x):
+    """The numbers are those of the precision that holds."""
+    return rounded(block.a(x)).tanh().sin() * block.b(x).sin()
+
+
 def divided(block, x):
     """Integers become what the default says."""
     y = block.a(x)
@@ -42,8 +77,13 @@ def convolved(block, x):
 
 @pytest.mark.parametrize(
     ("body", "setting"),
-    [(divided, other_default_dtype), (convolved, without_onednn)],
-    ids=["default dtype", "oneDNN"],
+    [
+        (divided, other_default_dtype),
+        (convolved, without_onednn),
+        (multiplied, less_precise),
+        (multiplied, less_precise_said_otherwise),
+    ],
+    ids=["default dtype", "oneDNN", "precision", "precision said otherwise"],
 )
 @pytest.mark.parametrize("turns", [1, 3])
 @pytest.mark.parametrize("engine", ["REPLAY", "MODULE"])
@@ -63,3 +103,4 @@ def test_ops_run_again_with_the_settings_they_had(lab, engine, body, setting, tu
     assert case.differences(getattr(lab, engine), steps=12) == []
     assert torch.get_default_dtype() is torch.float32
     assert mkldnn.enabled
+    assert torch.get_float32_matmul_precision() == "highest"

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.backends import cudnn, mkldnn
 
+from leanstep.torch_private import float32_precisions, set_float32_precisions
+
 Settings = tuple[Any, ...]
 
 # How each is read, and how it is set.
@@ -23,12 +25,13 @@ _ALL: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (partial(getattr, mkldnn, "enabled"), partial(setattr, mkldnn, "enabled")),
     (partial(getattr, cudnn, "enabled"), partial(setattr, cudnn, "enabled")),
     (partial(getattr, cudnn, "deterministic"), partial(setattr, cudnn, "deterministic")),
+    (float32_precisions, set_float32_precisions),
 )
 
 
 def settings_now() -> Settings:
     """How all of them stand."""
-    return tuple(read() for read, _ in _ALL)
+    return tuple([read() for read, _ in _ALL])
 
 
 class Switch:
