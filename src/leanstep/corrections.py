@@ -36,9 +36,11 @@ def with_cpu_seconds(profile: Profile, plan: Plan, verdict: Verdict) -> Profile 
     """The profile with the CPU's time for what runs again, where the planned step waits for it.
 
     The untouched step may leave the CPU time to spare, so that a profile of it alone counts none.
-    The time is such that the plan would have been predicted as it was measured.
+    The time is such that the plan would have been predicted as it was measured. Compiled blocks
+    were timed as they are issued.
     """
-    if profile.issue_seconds or not verdict.waits_for_cpu:
+    is_counted = profile.is_compiled or profile.issue_seconds > 0
+    if is_counted or not plan.changed or not verdict.waits_for_cpu:
         return None
     extra_seconds = verdict.measured_seconds - verdict.baseline_seconds
     issue_seconds = verdict.issue_seconds

@@ -191,3 +191,19 @@ def test_the_first_plan_stays_where_the_second_waits_as_long(monkeypatch):
     assert len(plans) == 2 and fitted.plan == plans[0] == fitted.applied.plan
     fitted.remove()
     assert not any(map(is_attached, model.modules()))
+
+
+def test_a_step_that_is_slow_without_a_plan_has_nothing_to_plan_again(monkeypatch):
+    judge = fitter.judge
+
+    def slow(step, applied, before):
+        verdict = judge(step, applied, before)
+        measured = 2 * verdict.baseline_seconds
+        return dataclasses.replace(verdict, measured_seconds=measured, issue_seconds=measured)
+
+    monkeypatch.setattr(fitter, "judge", slow)
+    model, batch, loss, optimizer = models.build(NAME, **SIZES)
+
+    fitted = leanstep.fit(model, batch, loss, optimizer=optimizer, budget="100%")
+
+    assert fitted.verdict.waits_for_cpu and not fitted.plan.changed
