@@ -46,6 +46,16 @@ def less_precise_said_otherwise() -> Iterator[None]:
         torch.backends.mkldnn.matmul.fp32_precision = before
 
 
+@contextmanager
+def less_precise_in_general() -> Iterator[None]:
+    before = torch.backends.fp32_precision
+    torch.backends.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        torch.backends.fp32_precision = before
+
+
 @torch.library.custom_op("leanstep_tests::rounded", mutates_args=())
 def rounded(x: torch.Tensor) -> torch.Tensor:
     """As a product does on machines that have units for it."""
@@ -104,3 +114,28 @@ def test_ops_run_again_with_the_settings_they_had(lab, engine, body, setting, tu
     assert torch.get_default_dtype() is torch.float32
     assert mkldnn.enabled
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.parametrize("outside", ["none", "ieee"])
+@pytest.mark.parametrize("is_forward", [True, False], ids=["forward", "backward"])
+@pytest.mark.parametrize("engine", ["REPLAY", "MODULE"])
+def test_a_precision_set_for_everything_is_seen_and_put_back(
+    lab, engine, is_forward, outside
+) -> None:
+    """What is set for one kind of op would hide it from then on."""
+
+    def step(model, batch):
+        with less_precise_in_general() if is_forward else nullcontext():
+            loss = lab.mean_square(model, batch)
+        with nullcontext() if is_forward else less_precise_in_general():
+            loss.backward()
+        return [loss]
+
+    torch.backends.mkldnn.matmul.fp32_precision = "none"
+    torch.backends.fp32_precision = outside
+    try:
+        case = lab.Case(lambda: lab.stack_of(multiplied), step=step)
+        assert case.differences(getattr(lab, engine), steps=4) == []
+    finally:
+        torch.backends.fp32_precision = "none"
+    assert torch.backends.mkldnn.matmul.fp32_precision == "none"
