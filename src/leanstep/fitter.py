@@ -234,7 +234,8 @@ def _fit(
     if verdict.within_budget:
         fitted = Fit(recorded, applied.plan, verdict, applied)
         for improve in (_with_more_bytes, _with_less_waiting):
-            fitted = improve(step, fitted, before, plan_for)
+            with _taken_back_on_error(fitted.applied):
+                fitted = improve(step, fitted, before, plan_for)
         return fitted
     for _ in range(_MOST_CORRECTIONS):
         # The measured step knows what the account left out.

@@ -207,3 +207,17 @@ def test_a_step_that_is_slow_without_a_plan_has_nothing_to_plan_again(monkeypatc
     fitted = leanstep.fit(model, batch, loss, optimizer=optimizer, budget="100%")
 
     assert fitted.verdict.waits_for_cpu and not fitted.plan.changed
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_an_error_in_planning_again_leaves_no_plan_in_force(monkeypatch, error):
+    def interrupted(*_):
+        raise error
+
+    monkeypatch.setattr(fitter, "with_cpu_seconds", interrupted)
+    model, batch, loss, optimizer = models.build(NAME, **SIZES)
+
+    with pytest.raises(error):
+        leanstep.fit(model, batch, loss, optimizer=optimizer, budget="90%")
+
+    assert not any(map(is_attached, model.modules()))
