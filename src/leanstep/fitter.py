@@ -278,7 +278,8 @@ def _with_less_waiting(
 
     def is_better(second: Fit) -> bool:
         assert second.verdict is not None
-        return second.verdict.measured_seconds < verdict.measured_seconds
+        # Each by its own race with the untouched step: the machine may be another by now.
+        return second.verdict.slowdown < verdict.slowdown
 
     return _tried(step, first, before, known, plan_for, is_better)
 

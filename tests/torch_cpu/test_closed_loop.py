@@ -221,3 +221,24 @@ def test_an_error_in_planning_again_leaves_no_plan_in_force(monkeypatch, error):
         leanstep.fit(model, batch, loss, optimizer=optimizer, budget="90%")
 
     assert not any(map(is_attached, model.modules()))
+
+
+def test_a_second_plan_is_not_kept_because_the_whole_machine_was_faster_in_its_race(monkeypatch):
+    plans = waiting_for_the_cpu(monkeypatch, lambda number: float(number**5))
+    judge = fitter.judge
+
+    def faster_machine(step, applied, before):
+        verdict = judge(step, applied, before)
+        share = 1e-6 if len(plans) == 2 else 1.0
+        return dataclasses.replace(
+            verdict,
+            baseline_seconds=share * verdict.baseline_seconds,
+            measured_seconds=share * verdict.measured_seconds,
+        )
+
+    monkeypatch.setattr(fitter, "judge", faster_machine)
+    model, batch, loss, optimizer = models.build(NAME, **SIZES)
+
+    fitted = leanstep.fit(model, batch, loss, optimizer=optimizer, budget="90%")
+
+    assert len(plans) == 2 and fitted.plan == plans[0] == fitted.applied.plan

@@ -70,6 +70,11 @@ class Verdict(Saved):
         return self.measured_peak_bytes <= self.budget_bytes
 
     @property
+    def slowdown(self) -> float:
+        """How often the untouched step's time the planned one takes."""
+        return self.measured_seconds / max(1e-12, self.baseline_seconds)
+
+    @property
     def wasted_bytes(self) -> int:
         """What the allocator took beyond the peak, where that is much and can be helped; else 0."""
         gaps_bytes = self.measured_reserved_bytes - self.measured_peak_bytes

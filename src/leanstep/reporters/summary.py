@@ -78,7 +78,7 @@ def _of_verdict(verdict: Verdict, plan: Plan | None) -> Summary:
                 "Step time",
                 format_seconds(verdict.baseline_seconds),
                 format_seconds(verdict.measured_seconds),
-                verdict.measured_seconds / max(1e-12, verdict.baseline_seconds) - 1,
+                verdict.slowdown - 1,
                 f"measured{predicted}",
             ),
             _numbers_fact(verdict),
