@@ -104,6 +104,30 @@ def test_a_graph_that_is_kept_is_rebuilt_each_time(joint):
     assert torch.equal(first, again)
 
 
+def test_a_rebuild_runs_in_the_precision_that_forward_had(joint, monkeypatch):
+    module, x, found = joint
+    whole, smaller = forms(found)
+    seen = []
+
+    def compile_alone(graph, settings):
+        def rebuild(inputs):
+            seen.append(torch.get_float32_matmul_precision())
+            return graph.forward(*inputs)
+
+        return rebuild
+
+    monkeypatch.setattr(CompiledForm, "compile_alone", staticmethod(compile_alone))
+    form = CompiledForm(Block.forward, smaller[-1].kept, PRECISE, whole)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        out = form(module, (x,), {})
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    out.sum().backward()
+    assert seen == ["medium"]
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
 def test_a_write_to_what_a_rebuild_starts_from_is_seen(joint):
     module, x, found = joint
     whole, smaller = forms(found)

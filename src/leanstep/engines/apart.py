@@ -16,6 +16,7 @@ import torch
 from leanstep.engines.joint import LostNodeError
 from leanstep.engines.parking import Keep, Kept
 from leanstep.engines.recording import Ref, look_at
+from leanstep.engines.settings import Switch, settings_now
 from leanstep.recorder.values import has_storage
 from leanstep.step import no_autocast
 from leanstep.torch_private import below_autograd
@@ -52,10 +53,10 @@ class Rebuild:
 class _Call:
     """What one call has left for its rebuild. Handles hold it, and it holds no handle."""
 
-    __slots__ = ("_made", "_rebuild", "_sources")
+    __slots__ = ("_made", "_rebuild", "_settings", "_sources")
 
     def __init__(self, rebuild: Rebuild, arguments: Sequence[Any], keep: Keep) -> None:
-        self._rebuild = rebuild
+        self._rebuild, self._settings = rebuild, settings_now()
         self._sources: dict[Argument | Saved, Kept] = {
             source: keep(arguments[source.place].detach(), None)
             for source in rebuild.sources
@@ -70,7 +71,9 @@ class _Call:
     def take(self, number: int) -> torch.Tensor:
         """A dropped tensor; whoever asks a second time makes everything be rebuilt again."""
         if number not in self._made:
-            with below_autograd(), no_autocast():
+            with Switch() as switch, below_autograd(), no_autocast():
+                # Products look at them as they run, compiled or not.
+                switch.to(self._settings)
                 made = self._rebuild.run(self._laid_out_sources())
             self._made = dict(zip(self._rebuild.dropped, made, strict=True))
         return self._made.pop(number)
