@@ -46,6 +46,8 @@ def with_cpu_seconds(profile: Profile, plan: Plan, verdict: Verdict) -> Profile 
     issue_seconds = verdict.issue_seconds
     for _ in range(_ROUNDS):
         found = simulate(replace(profile, issue_seconds=issue_seconds), plan).extra_seconds
+        if found <= 0:
+            return None
         issue_seconds *= extra_seconds / found
     return replace(profile, issue_seconds=issue_seconds)
 

@@ -1,5 +1,6 @@
 """The whole pipeline in one call."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -309,6 +310,10 @@ def _tried(
         verdict = _verdict(step, applied, before)
     except (BudgetError, MeasureError, torch.OutOfMemoryError):
         # It does not fit after all; what does is at hand.
+        first.applied.resume()
+        return first
+    except VerifyError as error:
+        warnings.warn(f"leanstep keeps its first plan, the second is wrong: {error}", stacklevel=2)
         first.applied.resume()
         return first
     second = Fit(recorded, applied.plan, verdict, applied)

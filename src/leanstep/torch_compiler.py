@@ -172,14 +172,12 @@ def hand_over_unread(forward: Any, backward: Any, names: Sequence[str], num_outp
     more = [node for node in forward.graph.nodes if node.name in names]
     output.args = (type(outputs)((*outputs[:num_outputs], *more, *saved)),)
     if "desc" in output.meta:
-        descriptions = output.meta["desc"]
-        kind = type(descriptions[num_outputs])
-        numbered = [kind(len(saved) + number) for number in range(len(more))]
-        output.meta["desc"] = [
-            *descriptions[:num_outputs],
-            *numbered,
-            *descriptions[num_outputs:],
-        ]
+        from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
+
+        numbers = range(len(saved), len(saved) + len(more))
+        told = output.meta["desc"]
+        more_told = map(SavedForBackwardsAOTOutput, numbers)
+        output.meta["desc"] = [*told[:num_outputs], *more_told, *told[num_outputs:]]
     (first,) = (node for node in backward.graph.nodes if node.name == saved[0].name)
     with backward.graph.inserting_before(first):
         for node in more:

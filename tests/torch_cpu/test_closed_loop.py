@@ -242,3 +242,22 @@ def test_a_second_plan_is_not_kept_because_the_whole_machine_was_faster_in_its_r
     fitted = leanstep.fit(model, batch, loss, optimizer=optimizer, budget="90%")
 
     assert len(plans) == 2 and fitted.plan == plans[0] == fitted.applied.plan
+
+
+def test_a_second_plan_that_is_wrong_is_not_kept_and_said(monkeypatch):
+    plans = waiting_for_the_cpu(monkeypatch, lambda _: 1.0)
+    judge = fitter.judge
+
+    def second_is_wrong(step, applied, before):
+        verdict = judge(step, applied, before)
+        wrong = ("gradient of x",) if len(plans) == 2 else ()
+        return dataclasses.replace(verdict, different=wrong)
+
+    monkeypatch.setattr(fitter, "judge", second_is_wrong)
+    model, batch, loss, optimizer = models.build(NAME, **SIZES)
+
+    with pytest.warns(UserWarning, match="keeps its first plan"):
+        fitted = leanstep.fit(model, batch, loss, optimizer=optimizer, budget="90%")
+
+    assert len(plans) == 2 and fitted.plan == plans[0] == fitted.applied.plan
+    assert fitted.verdict.exact

@@ -68,9 +68,9 @@ class Profile(Saved):
     there. `exclusions` are the blocks that an engine must not run. Where the untouched step does
     not fit on its device (`fits_device`), its time is the sum over its ops. `link` is there where
     activations can be moved to host memory while the device computes. `issue_seconds` is the time
-    the CPU takes to issue the step, where the device waits for it; else 0. With `is_compiled` the
-    untouched step is the one with every block compiled in the compiler's own form; `kinds` are the
-    kinds of these blocks.
+    the CPU takes to issue the step, where the device waits for it, or was seen to wait in a planned
+    one; else 0. With `is_compiled` the untouched step is the one with every block compiled in the
+    compiler's own form; `kinds` are the kinds of these blocks.
     """
 
     graph: Graph = field(repr=False)
