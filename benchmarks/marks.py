@@ -7,6 +7,8 @@ and another batch have other bytes and seconds; what can be compared are the sha
 """
 
 import argparse
+import json
+from pathlib import Path
 
 import leanstep
 from leanstep import models
@@ -21,6 +23,7 @@ def main():
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seq", type=int, default=512)
+    parser.add_argument("--json", type=Path, help="write what was found, for published.py")
     options = parser.parse_args()
     size = {"batch": options.batch, "seq": options.seq, "device": options.device}
     model, batch, loss, optimizer = models.build(options.model, **size)
@@ -42,6 +45,18 @@ def main():
             f"   published {PUBLISHED[name]:+.1%}"
         )
     print(f"  gradients bit-equal: {verdict.gradients_equal}")
+    if options.json is not None:
+        found = {
+            "model": options.model,
+            "batch": options.batch,
+            "seq": options.seq,
+            "device": fitted.profile.device,
+            "torch": fitted.profile.torch_version,
+            "memory_change": verdict.measured_peak_bytes / verdict.baseline_peak_bytes - 1,
+            "time_change": verdict.slowdown - 1,
+            "gradients_bit_equal": verdict.gradients_equal,
+        }
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

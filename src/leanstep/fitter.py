@@ -268,9 +268,9 @@ def _with_less_waiting(
     step: TrainingStep, first: Fit, before: Look, plan_for: Callable[[Profile], Plan]
 ) -> Fit:
     """Let the CPU have less to do, where the device was seen to wait for it."""
-    assert first.verdict is not None
-    known = with_cpu_seconds(first.profile, first.plan, first.verdict)
     verdict = first.verdict
+    assert verdict is not None
+    known = with_cpu_seconds(first.profile, first.plan, verdict)
     if known is None:
         return first
     promised_seconds = verdict.baseline_seconds + plan_for(known).extra_seconds
@@ -308,12 +308,11 @@ def _tried(
     try:
         recorded, applied = _rehearsed(step, known, plan_for)
         verdict = _verdict(step, applied, before)
-    except (BudgetError, MeasureError, torch.OutOfMemoryError):
-        # It does not fit after all; what does is at hand.
-        first.applied.resume()
-        return first
-    except VerifyError as error:
-        warnings.warn(f"leanstep keeps its first plan, the second is wrong: {error}", stacklevel=2)
+    except (BudgetError, MeasureError, VerifyError, torch.OutOfMemoryError) as error:
+        # It does not fit after all, or is wrong; what does and is not is at hand.
+        if isinstance(error, VerifyError):
+            text = f"leanstep keeps its first plan, the second is wrong: {error}"
+            warnings.warn(text, stacklevel=2)
         first.applied.resume()
         return first
     second = Fit(recorded, applied.plan, verdict, applied)

@@ -27,7 +27,8 @@ from leanstep.torch_compiler import kept_by_torch
 # What users set `activation_memory_budget` to.
 BUDGETS = (0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
 
-# Those that are compiled in any case: a plan can then be no worse than these settings.
+# Those that are compiled before any cut of ours: a plan can then be no worse than these settings,
+# as far as their bits are right.
 FIRM_BUDGETS = (0.5, 0.2)
 
 NUM_PRICES = 32
