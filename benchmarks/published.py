@@ -42,8 +42,8 @@ fused AdamW, and the batch whose untouched step comes nearest to theirs; for the
 ResNet-152 (224², channels last) and BERT-large (512 tokens) in bf16. "Memory" is the peak of the
 whole step. Where ours refuses, the least reachable peak is that of the loss head, which belongs
 to no block. VISSL's and Hugging Face's descriptions have no figures. The largest batches measured
-are those that were tried, in three calls, and held the bound; the next ones tried (275 untouched and
-758 planned, 124 planned) did not, and between them others may.
+are those that were tried, in three calls, and held the bound; the next ones tried (275 untouched
+and 758 planned, 124 planned) did not, and between them others may.
 """
 
 
