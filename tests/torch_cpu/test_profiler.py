@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import types
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import leanstep
-from leanstep import models
+from leanstep import api, models
 from leanstep.ir import Profile
 from leanstep.profiler import measure
 
@@ -35,6 +36,8 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return measure_one(spec, device)
 
     monkeypatch.setattr(module_of_measure(), "_seconds", note)
+    # However busy the machine is.
+    monkeypatch.setattr(api, "_TOO_LONG", math.inf)
     return calls
 
 
@@ -50,6 +53,29 @@ def profile_net(num_layers: int = 3) -> Profile:
 
 def sum_of_output(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).sum()
+
+
+def sum_seconds(profile: Profile) -> float:
+    return sum(profile.seconds(index) for index in range(len(profile.graph.ops)))
+
+
+def test_figures_that_a_busy_machine_has_left_are_found_out(cold: Path) -> None:
+    before = sum_seconds(profile_net())
+    (path,) = cold.iterdir()
+    known = json.loads(path.read_text())
+    path.write_text(json.dumps({call: 10_000 * seconds for call, seconds in known.items()}))
+
+    assert sum_seconds(profile_net()) < 100 * before
+    # And the next run finds the right ones.
+    assert sum(json.loads(path.read_text()).values()) < 100 * sum(known.values())
+
+
+def test_what_is_timed_again_is_never_the_slower_for_it(cold: Path, monkeypatch) -> None:
+    before = profile_net()
+    monkeypatch.setattr(module_of_measure(), "_seconds", lambda spec, device: 1e3)
+    monkeypatch.setattr(api, "_TOO_LONG", 0.0)
+
+    assert sum_seconds(profile_net()) == sum_seconds(before)
 
 
 def test_each_distinct_call_is_timed_once(cold: Path, timed: list[str]) -> None:
