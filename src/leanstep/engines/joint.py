@@ -27,7 +27,8 @@ from leanstep.torch_compiler import (
 )
 
 # They draw nothing: their seed is an argument.
-SEEDED = ("prims.inductor_random", "prims.inductor_lookup_seed", "prims.inductor_randint")
+DRAWN = ("prims.inductor_random", "prims.inductor_randint")
+SEEDED = (*DRAWN, "prims.inductor_lookup_seed")
 DRAWS_SEEDS = "prims.inductor_seed"
 
 
@@ -212,6 +213,11 @@ def is_view(node: Any) -> bool:
         return False
     returns = operator_returns(node.target)
     return any(one.alias_info is not None and not one.alias_info.is_write for one in returns)
+
+
+def is_draw(node: Any) -> bool:
+    """Whether a node is random numbers that Inductor draws from a seed."""
+    return str(node.target).startswith(DRAWN)
 
 
 def _is_unrepeatable(node: Any) -> bool:

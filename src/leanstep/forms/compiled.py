@@ -1,7 +1,7 @@
 """Profile the step with compiled blocks: find kinds and forms, measure them, condense the step."""
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from leanstep.forms.capture import CaptureError, capture
 from leanstep.forms.costs import node_seconds, with_writing
 from leanstep.forms.cuts import Candidate, candidates, candidates_apart, with_seeds
 from leanstep.forms.kinds import Example, Sighting, find_kinds
+from leanstep.forms.pointwise import pointwise_again
 from leanstep.forms.trial import Figures, Trial
 from leanstep.ir import Engine, Exclusion, Form, Kind, Profile
 from leanstep.ir.form import without_beaten
@@ -33,6 +34,7 @@ MANY_KINDS = 6
 # Forms with other bits after which no more are tried: kernels that are fused otherwise sum in
 # another order, and where some do, most do.
 _MOST_INEXACT = 2
+_MOST_INEXACT_OF_MANY = 1
 
 
 def profile_compiled(step: TrainingStep, eager: Profile, *, exact: bool) -> Profile:
@@ -42,13 +44,13 @@ def profile_compiled(step: TrainingStep, eager: Profile, *, exact: bool) -> Prof
     """
     with untouched(step):
         sightings = find_kinds(step, eager)
-        most = MOST_FORMS_OF_MANY if len(sightings) > MANY_KINDS else MOST_FORMS
+        effort = _Effort.of_many() if len(sightings) > MANY_KINDS else _Effort()
         kinds: list[Kind] = []
         kind_of: dict[int, int] = {}
         exclusions: list[Exclusion] = []
         for sighting in progress(sightings, "compiling blocks"):
             try:
-                kind = _kind(sighting, step.device, most, exact)
+                kind = _kind(sighting, step.device, effort, exact)
             except (CaptureError, LostNodeError, MeasureError) as error:
                 exclusions += _excluded(eager, sighting, str(error))
                 continue
@@ -59,13 +61,27 @@ def profile_compiled(step: TrainingStep, eager: Profile, *, exact: bool) -> Prof
     return condense(known, kind_of, kinds)
 
 
+@dataclass(frozen=True, slots=True)
+class _Effort:
+    """How many forms of a kind to try; a kind that one block has gets the best few alone."""
+
+    most_forms: int = MOST_FORMS
+    most_inexact: int = _MOST_INEXACT
+    fewest_blocks: int = 1
+
+    @classmethod
+    def of_many(cls) -> "_Effort":
+        """Where every kind takes its minute."""
+        return cls(MOST_FORMS_OF_MANY, _MOST_INEXACT_OF_MANY, fewest_blocks=2)
+
+
 def _excluded(eager: Profile, sighting: Sighting, reason: str) -> list[Exclusion]:
     blocks = [eager.blocks[number] for number in sighting.blocks]
     found = (Exclusion(b.path, b.children, Engine.INDUCTOR, reason) for b in blocks)
     return list(dict.fromkeys(found))
 
 
-def _kind(sighting: Sighting, device: torch.device, most: int, exact: bool) -> Kind:
+def _kind(sighting: Sighting, device: torch.device, effort: _Effort, exact: bool) -> Kind:
     """Compile a kind of block in every form worth having, and measure each."""
     if sighting.objection:
         raise CaptureError(sighting.objection)
@@ -73,33 +89,46 @@ def _kind(sighting: Sighting, device: torch.device, most: int, exact: bool) -> K
     joint = capture(example, PRECISE if exact else {})
     trials = _Trials(sighting.name, example, device, exact)
     seconds = node_seconds(joint, device)
-    first, *others = candidates(joint, seconds, most)
+    first, *others = candidates(joint, seconds, effort.most_forms)
     if not trials.add(first):
         raise MeasureError("its gradients differ from run to run")
     if exact:
-        _add_apart(trials, joint, seconds, first, max(1, most - LESS_APART))
-    for candidate in others:
-        trials.add(candidate)
-        if trials.num_inexact == _MOST_INEXACT:
-            break
+        least = _least_with_its_bits(trials, joint, first)
+        _add_apart(trials, joint, seconds, least, max(1, effort.most_forms - LESS_APART))
+    if not exact or len(sighting.blocks) >= effort.fewest_blocks:
+        _add_others(trials, others, effort.most_inexact)
     forms = without_beaten(trials.forms())
     return Kind(sighting.name, forms, precise=exact, num_inexact=trials.num_inexact)
+
+
+def _least_with_its_bits(trials: "_Trials", joint: JointGraph, first: Candidate) -> Candidate:
+    """The first form, or one that computes more of it again and has the same bits."""
+    smaller = pointwise_again(joint, first)
+    return next((candidate for candidate in smaller if trials.add(candidate)), first)
 
 
 def _add_apart(
     trials: "_Trials",
     joint: JointGraph,
     seconds: Mapping[Any, float],
-    first: Candidate,
+    least: Candidate,
     most: int,
 ) -> None:
-    """Try forms that rebuild apart what they drop of torch's own choice.
+    """Try forms that rebuild apart what they drop of another's.
 
     That keeps masks. With their seeds beside them, these too can be dropped.
     """
-    whole = with_seeds(joint, first)
+    whole = with_seeds(joint, least)
     written = with_writing(joint, seconds, whole.kept, trials.device)
     for candidate in candidates_apart(joint, written, whole, most):
+        trials.add(candidate)
+
+
+def _add_others(trials: "_Trials", others: Sequence[Candidate], most_inexact: int) -> None:
+    """Try forms that compute again inside backward, until too many have had other bits."""
+    for candidate in others:
+        if trials.num_inexact >= most_inexact:
+            break
         trials.add(candidate)
 
 
@@ -114,7 +143,7 @@ class _Trials:
         self._passed: dict[Any, tuple[Candidate, CompiledForm, Figures]] = {}
 
     def add(self, candidate: Candidate) -> bool:
-        """Compile and measure a form; whether its bits are right."""
+        """Compile and measure a form; whether it runs, with the right bits."""
         key = candidate.kept, candidate.whole
         if key in self._passed:
             return True
@@ -130,7 +159,7 @@ class _Trials:
                     f"compiled and run alone, it raised {reason_of(error)}"
                 ) from None
             # Torch's compiler has its own limits: the other forms are still there.
-            return True
+            return False
         if self._exact and not figures.exact:
             self.num_inexact += 1
             return False

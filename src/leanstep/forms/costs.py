@@ -3,7 +3,9 @@
 Products, convolutions and attention are timed on the device. What Inductor fuses costs memory
 traffic, not a kernel each: next to nothing where a fused kernel of backward reads the result, a
 write and a read where a kernel of somebody else's wants it in memory. Reductions read their input
-once more. These are for finding sets worth compiling: what a form costs is measured.
+once more. Random numbers are arithmetic rather than traffic, an order of magnitude dearer on a GPU:
+those that Inductor draws are timed as a program of its own. These are for finding sets worth
+compiling: what a form costs is measured.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,13 +13,17 @@ from typing import Any
 
 import torch
 
-from leanstep.engines.joint import JointGraph, arguments_of, base_of, is_tensor, is_view
+from leanstep.engines.inductor import PRECISE, CompiledForm, quietly
+from leanstep.engines.joint import JointGraph, arguments_of, base_of, is_draw, is_tensor, is_view
 from leanstep.profiler.measure import measure
 from leanstep.profiler.roofline import kind_of
 from leanstep.recorder.signatures import CallSpec, Signatures
-from leanstep.torch_compiler import is_operator
+from leanstep.torch_compiler import extract_graph, is_operator
+from leanstep.truth import stopwatch
 
 _HEAVY = ("matmul", "convolution", "attention")
+
+_DRAWS = 5
 
 # Computed inside a kernel that runs anyway.
 _FUSED_SHARE = 0.1
@@ -37,6 +43,7 @@ def node_seconds(joint: JointGraph, device: torch.device) -> dict[Any, float]:
     nodes = [node for node in joint.forward if node.op == "call_function"]
     timed = [node for node in nodes if not is_view(node) and is_own_kernel(node)]
     seconds = dict(zip(timed, _timed_seconds(timed, device), strict=True))
+    seconds |= _drawing_seconds(joint, device)
     traffic = seconds_per_byte(max(map(node_bytes, nodes), default=0), device)
     heavy = {node for node in joint.nodes if node.op == "call_function" and is_own_kernel(node)}
     for node in nodes:
@@ -93,6 +100,36 @@ def _timed_seconds(nodes: Sequence[Any], device: torch.device) -> list[float]:
     numbers = [signatures.add(node.target, *arguments_of(node)) for node in nodes]
     costs, _ = measure(signatures.specs, [True] * len(signatures.specs), device)
     return [costs[number].seconds for number in numbers]
+
+
+def _drawing_seconds(joint: JointGraph, device: torch.device) -> dict[Any, float]:
+    """The seconds of Inductor's own draws, equal ones timed once."""
+    known: dict[Any, float] = {}
+    found: dict[Any, float] = {}
+    for node in joint.forward:
+        if is_draw(node):
+            value = node.meta["val"]
+            key = tuple(value.shape), value.dtype
+            if key not in known:
+                known[key] = _seconds_to_draw(joint, node, device)
+            found[node] = known[key]
+    return found
+
+
+def _seconds_to_draw(joint: JointGraph, node: Any, device: torch.device) -> float:
+    made = joint.made_of(joint.seeds, [node])
+    sources = [joint.by_name[name] for name in joint.seeds]
+    graph = extract_graph(joint.joint, sources, made, [node])
+    with quietly():
+        draw = CompiledForm.compile_alone(graph, PRECISE)
+    values = [source.meta["val"] for source in sources]
+    seeds = [torch.zeros(value.shape, dtype=value.dtype, device=device) for value in values]
+    draw(list(seeds))
+    watch = stopwatch(device)
+    for _ in range(_DRAWS + 1):
+        watch.lap()
+        draw(list(seeds))
+    return min(watch.seconds())
 
 
 def seconds_per_byte(nbytes: int, device: torch.device) -> float:

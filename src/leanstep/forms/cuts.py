@@ -56,7 +56,7 @@ def candidates(joint: JointGraph, seconds: Mapping[Any, float], most: int) -> li
 
     def add(name: str, kept: Sequence[str], *, is_firm: bool = False) -> None:
         names, again = joint.closed(kept)
-        nbytes = _kept_bytes(joint, names)
+        nbytes = kept_bytes(joint, names)
         spent = sum(seconds.get(node, 0.0) for node in again)
         known = found.get(names)
         if known is None or (is_firm and not known.is_firm):
@@ -64,7 +64,7 @@ def candidates(joint: JointGraph, seconds: Mapping[Any, float], most: int) -> li
             found[names] = Candidate(title, names, nbytes, spent, is_firm)
 
     add("torch's choice", _torchs(joint, 1.0), is_firm=True)
-    add("seeds kept", seeds_kept(joint), is_firm=True)
+    add("seeds kept", seeds_kept(joint))
     for budget in BUDGETS:
         try:
             kept = _torchs(joint, budget)
@@ -92,7 +92,7 @@ def candidates_apart(
         again = joint.made_of(kept, handed)
         if kept != first.kept and kept not in found:
             spent = sum(seconds.get(node, 0.0) for node in again)
-            nbytes = _kept_bytes(joint, kept)
+            nbytes = kept_bytes(joint, kept)
             found[kept] = Candidate(f"apart {number}", kept, nbytes, spent, whole=first.kept)
     return _spread(first, list(found.values()), most)
 
@@ -125,7 +125,7 @@ def _torchs(joint: JointGraph, budget: float) -> tuple[str, ...]:
     return tuple(name for name in names if name in joint.by_name)
 
 
-def _kept_bytes(joint: JointGraph, names: Sequence[str]) -> int:
+def kept_bytes(joint: JointGraph, names: Sequence[str]) -> int:
     bases = {base_of(joint.by_name[name]) for name in names}
     return sum(node_bytes(base) for base in bases if base.op != "placeholder")
 
