@@ -126,6 +126,7 @@ def _torchs(joint: JointGraph, budget: float) -> tuple[str, ...]:
 
 
 def kept_bytes(joint: JointGraph, names: Sequence[str]) -> int:
+    """The bytes of the storages that keeping some nodes keeps."""
     bases = {base_of(joint.by_name[name]) for name in names}
     return sum(node_bytes(base) for base in bases if base.op != "placeholder")
 
