@@ -9,13 +9,13 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from leanstep.engines.joint import LostNodeError
 from leanstep.engines.parking import Keep, Kept
-from leanstep.engines.recording import Ref, look_at
 from leanstep.engines.settings import Switch, settings_now
 from leanstep.recorder.values import has_storage
 from leanstep.step import no_autocast
@@ -49,24 +49,35 @@ class Rebuild:
     strides: tuple[tuple[int, ...], ...]
     run: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
+    @cached_property
+    def is_dropped(self) -> frozenset[int]:
+        """The same numbers, to look in for every save of every call."""
+        return frozenset(self.dropped)
+
+    @cached_property
+    def is_started_from(self) -> frozenset[int]:
+        """The saves that the program starts from."""
+        return frozenset(one.number for one in self.sources if isinstance(one, Saved))
+
 
 class _Call:
     """What one call has left for its rebuild. Handles hold it, and it holds no handle."""
 
-    __slots__ = ("_made", "_rebuild", "_settings", "_sources")
+    __slots__ = ("_arguments", "_made", "_rebuild", "_saved", "_settings")
 
     def __init__(self, rebuild: Rebuild, arguments: Sequence[Any], keep: Keep) -> None:
         self._rebuild, self._settings = rebuild, settings_now()
-        self._sources: dict[Argument | Saved, Kept] = {
-            source: keep(arguments[source.place].detach(), None)
+        self._arguments: dict[int, Kept] = {
+            source.place: keep(arguments[source.place].detach(), None)
             for source in rebuild.sources
             if isinstance(source, Argument)
         }
+        self._saved: dict[int, Kept] = {}
         self._made: dict[int, torch.Tensor] = {}
 
-    def kept(self, number: int, source: Kept) -> None:
-        """Note a save that is kept: a rebuild may start from it."""
-        self._sources[Saved(number)] = source
+    def start_from(self, number: int, source: Kept) -> None:
+        """Note a save that a rebuild starts from."""
+        self._saved[number] = source
 
     def take(self, number: int) -> torch.Tensor:
         """A dropped tensor; whoever asks a second time makes everything be rebuilt again."""
@@ -80,24 +91,29 @@ class _Call:
 
     def _laid_out_sources(self) -> list[torch.Tensor]:
         pairs = zip(self._rebuild.sources, self._rebuild.strides, strict=True)
-        return [_laid_out(self._sources[one].unchanged("a block"), stride) for one, stride in pairs]
+        return [_laid_out(self._source(one).unchanged("a block"), stride) for one, stride in pairs]
+
+    def _source(self, one: Argument | Saved) -> Kept:
+        return self._saved[one.number] if isinstance(one, Saved) else self._arguments[one.place]
 
 
 class _Dropped:
     """What autograd holds for a dropped tensor."""
 
-    __slots__ = ("_call", "_look", "_number")
+    __slots__ = ("_call", "_number", "_stride")
 
-    def __init__(self, call: _Call, number: int, look: Ref) -> None:
-        self._call, self._number, self._look = call, number, look
+    def __init__(self, call: _Call, number: int, stride: tuple[int, ...]) -> None:
+        self._call, self._number, self._stride = call, number, stride
 
     def tensor(self) -> torch.Tensor:
         """The tensor, laid out as the program of backward expects it."""
-        return _laid_out(self._call.take(self._number), self._look.stride)
+        return _laid_out(self._call.take(self._number), self._stride)
 
 
 def _laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     """The tensor with other strides; those of a single element say nothing."""
+    if tensor.stride() == stride:
+        return tensor
     rows = zip(tensor.shape, tensor.stride(), stride, strict=True)
     if all(size == 1 or own == wanted for size, own, wanted in rows):
         return tensor
@@ -126,15 +142,16 @@ class Hooks:
             )
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        number = next(self._numbers)
-        if self._rebuild is not None and number in self._rebuild.dropped:
-            assert self._call is not None
-            return _Dropped(self._call, number, look_at(tensor))
+        number, rebuild, call = next(self._numbers), self._rebuild, self._call
+        if rebuild is None or call is None:
+            return self._keep(tensor, number) if has_storage(tensor) else tensor
+        if number in rebuild.is_dropped:
+            return _Dropped(call, number, tensor.stride())
         if not has_storage(tensor):
             return tensor
         source = self._keep(tensor, number)
-        if self._call is not None:
-            self._call.kept(number, source)
+        if number in rebuild.is_started_from:
+            call.start_from(number, source)
         return source
 
 
