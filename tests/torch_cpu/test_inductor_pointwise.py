@@ -159,3 +159,10 @@ def test_what_is_rebuilt_apart_starts_from_the_smaller_form(without_compiler):
     wholes = {form.whole for form in kind.forms if form.whole}
     assert all(form.exact for form in kind.forms)
     assert all(set(whole) < set(first.kept) for whole in wholes)
+
+
+def test_no_form_keeps_more_than_torch_does_unasked():
+    _, joint = captured(Block(dropout=0.1), 64, 256)
+    first, *others = candidates(joint, dict.fromkeys(joint.forward, 1e-6), 8)
+    assert others
+    assert all(other.nbytes < first.nbytes for other in others)

@@ -132,7 +132,11 @@ def kept_bytes(joint: JointGraph, names: Sequence[str]) -> int:
 
 
 def _spread(first: Candidate, others: Sequence[Candidate], most: int) -> list[Candidate]:
-    """The firm ones, and of the rest those on the lower hull, spread over the bytes."""
+    """The firm ones, and of the rest those on the lower hull, spread over the bytes.
+
+    Who keeps more than the first is of no use: no budget is above the unplanned peak.
+    """
+    others = [one for one in others if one.nbytes < first.nbytes]
     firm = [one for one in others if one.is_firm]
     rest = [one for one in _undominated([first, *others]) if not one.is_firm and one is not first]
     room = max(0, most - len(firm))
