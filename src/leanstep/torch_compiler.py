@@ -4,6 +4,7 @@ The sister of `torch_private.py`. All of them were seen in torch 2.12 and 2.13. 
 late: torch takes a second and more to load its compiler.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,10 @@ import torch.fx
 # forward, places of inputs that stay where they are) -> (forward, backward).
 Partition = Callable[[torch.fx.GraphModule, int, list[int]], tuple[Any, Any]]
 
+# A compiled graph, and whether it is the one of backward, in; what shall run in its place out. Both
+# take a list of arguments and empty it.
+Wrap = Callable[[Callable[[list[Any]], Any], bool], Callable[[list[Any]], Any]]
+
 
 def compile_with_inductor(
     graph: torch.fx.GraphModule,
@@ -21,17 +26,16 @@ def compile_with_inductor(
     partition: Partition,
     key: str,
     settings: dict[str, Any],
-    *,
-    is_split_anew: bool = False,
+    wrap: Wrap | None = None,
 ) -> Callable[..., Any]:
     """Compile what Dynamo has captured, split into forward and backward by a partition of ours.
 
-    `key` names the partition in Inductor's caches. Who must be asked for it in any case says so:
-    then only kernels are taken from a cache.
+    `key` names the partition in Inductor's caches. With a `wrap`, only kernels are taken from a
+    cache: the partition is asked in any case.
     """
     # Late: torch loads its compiler for this.
     from torch._functorch import config
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     class Partitioner(CustomPartitionerFn):
@@ -46,11 +50,23 @@ def compile_with_inductor(
             # Inductor pickles its settings to find what it has compiled before.
             return str, (key,)
 
+    def compile_part(part: Any, part_inputs: Any, **choices: Any) -> Any:
+        assert wrap is not None
+        compiled: Any = compile_fx_inner(part, part_inputs, **choices)
+        return _boxed(wrap(compiled, bool(choices.get("is_backward"))))
+
     patches = {**settings, "custom_partitioner_fn": Partitioner()}
-    cached = config.enable_autograd_cache and not is_split_anew
+    inner = compile_fx_inner if wrap is None else compile_part
+    cached = config.enable_autograd_cache and wrap is None
     with config.patch(enable_autograd_cache=cached):
-        compiled: Any = compile_fx(graph, list(inputs), config_patches=patches)
+        compiled: Any = compile_fx(graph, list(inputs), inner, config_patches=patches)
     run: Callable[..., Any] = compiled
+    return run
+
+
+def _boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """The function, marked as one that takes its arguments in a list."""
+    run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
 
@@ -60,8 +76,7 @@ def compile_to_python(
     partition: Partition,
     key: str,
     settings: dict[str, Any],
-    *,
-    is_split_anew: bool = False,
+    wrap: Wrap | None = None,
 ) -> Callable[..., Any]:
     """The same without a compiler of C++ or Triton: both graphs run op by op."""
     from torch._dynamo.backends.common import aot_autograd
@@ -71,12 +86,13 @@ def compile_to_python(
         static = kwargs.get("static_lifetime_input_indices") or []
         return partition(joint, kwargs["num_fwd_outputs"], static)
 
-    def run(part: Any, _: Any) -> Any:
-        return joint_graphs.make_boxed_func(part.forward)  # type: ignore[attr-defined]
+    def compile_part(part: Any, _: Any, *, is_backward: bool) -> Any:
+        run = joint_graphs.make_boxed_func(part.forward)  # type: ignore[attr-defined]
+        return run if wrap is None else _boxed(wrap(run, is_backward))
 
     backend = aot_autograd(
-        fw_compiler=run,
-        bw_compiler=run,
+        fw_compiler=functools.partial(compile_part, is_backward=False),
+        bw_compiler=functools.partial(compile_part, is_backward=True),
         partition_fn=split,
         # As under Inductor: who writes an input says so in the graph.
         keep_inference_input_mutations=True,

@@ -20,17 +20,16 @@ from typing import Any
 import torch
 
 from leanstep.eager import is_compiler_loaded
-from leanstep.engines.apart import Argument, Hooks, Rebuild, Saved
+from leanstep.engines.apart import Dropper, Rebuild
 from leanstep.engines.attach import original_class
 from leanstep.engines.joint import Apart, JointGraph, LostNodeError
-from leanstep.engines.parking import Keep, Spaces, kept, kept_or_parked
+from leanstep.engines.parking import Keep, Spaces, hooks_of, kept_or_parked
 from leanstep.engines.scope import Scope
 from leanstep.ir import Form, Kind
 from leanstep.torch_compiler import (
     compile_alone_with_inductor,
     compile_with_inductor,
     compiler_errors,
-    is_primal,
     recompile_limit,
     without_twins,
 )
@@ -108,45 +107,27 @@ class CompiledForm:
             split.append(known.apart(self._whole, self._kept))
             return split[0].forward, split[0].backward
 
+        dropper = Dropper(lambda: self._is_dropping)
+        wrap = dropper.wrapped if self._whole else None
         with quietly():
-            run = self.compile_graph(
-                graph,
-                inputs,
-                partition,
-                self._key,
-                self._settings,
-                is_split_anew=bool(self._whole),
-            )
-            rebuild = self._rebuild(split[0], len(inputs)) if split else None
+            run = self.compile_graph(graph, inputs, partition, self._key, self._settings, wrap)
+            if split and split[0].dropped:
+                dropper.rebuild = self._rebuild(split[0])
 
         def counted(*args: Any) -> Any:
             self.runs += 1
-            own_rebuild = rebuild if self._is_dropping else None
-            if self._keep is None and own_rebuild is None:
+            if self._keep is None:
                 return run(*args)
-            hooks = Hooks(self._keep or kept, own_rebuild, args)
-            with hooks.around():
-                out = run(*args)
-            hooks.check()
-            return out
+            with hooks_of(self._keep):
+                return run(*args)
 
         return counted
 
-    def _rebuild(self, split: Apart, num_inputs: int) -> Rebuild:
-        primals = [node for node in split.sources if is_primal(node)]
-        places = {f"primals_{place + 1}": place for place in range(num_inputs)}
-        # Inputs that overlap become one where one of them is written, and the others move up.
-        is_renumbered = split.num_inputs != num_inputs
-        if is_renumbered or not all(node.name in places for node in primals):
-            raise LostNodeError("the compiler has put other inputs in the place of the block's")
-        numbers = {name: number for number, name in enumerate(split.names)}
+    def _rebuild(self, split: Apart) -> Rebuild:
         return Rebuild(
-            num_saves=len(split.names),
-            dropped=tuple(numbers[name] for name in split.dropped),
-            sources=tuple(
-                Argument(places[node.name]) if is_primal(node) else Saved(numbers[node.name])
-                for node in split.sources
-            ),
+            places=split.results(split.dropped),
+            arguments=split.arguments(split.dropped),
+            sources=split.arguments(split.sources),
             strides=tuple(tuple(node.meta["val"].stride()) for node in split.sources),
             run=self.compile_alone(split.rebuild, self._settings),
         )

@@ -40,17 +40,29 @@ class LostNodeError(Exception):
 class Apart:
     """Forward and backward, and a third graph that makes some of what one hands to the other.
 
-    `names` are the tensors that forward saves, in order, `dropped` those of them that the
-    third graph returns, `sources` the nodes that it reads. Forward has `num_inputs`.
+    `dropped` are the nodes that it returns, `sources` those that it reads. Both are among what
+    forward hands over.
     """
 
     forward: Any
     backward: Any
-    names: tuple[str, ...]
-    dropped: tuple[str, ...]
+    dropped: tuple[Any, ...]
     sources: tuple[Any, ...]
     rebuild: torch.fx.GraphModule
-    num_inputs: int
+
+    def results(self, nodes: Sequence[Any]) -> tuple[int, ...]:
+        """The places of some nodes among the results of forward."""
+        outputs: Any = self.forward.graph.output_node().args[0]
+        # From the end: what is handed over may be an output too.
+        nodes_at = ((n, place) for place, n in enumerate(outputs) if isinstance(n, torch.fx.Node))
+        places = {node.name: place for node, place in nodes_at}
+        return tuple(places[node.name] for node in nodes)
+
+    def arguments(self, nodes: Sequence[Any]) -> tuple[int, ...]:
+        """The places of some nodes among the arguments of backward."""
+        inputs = (node for node in self.backward.graph.nodes if node.op == "placeholder")
+        places = {node.name: place for place, node in enumerate(inputs)}
+        return tuple(places[node.name] for node in nodes)
 
 
 class JointGraph:
@@ -153,20 +165,15 @@ class JointGraph:
         made = self.made_of(there, wanted)
         taken = {source for node in made for source in node.all_input_nodes}
         sources = [n for n in self.nodes if n in taken and (n.name in there or is_primal(n))]
+        if inputs := [node.name for node in sources if node.name not in there]:
+            hand_over_unread(forward, backward, inputs, self.num_outputs)
         rebuild = extract_graph(self.joint, sources, made, wanted)
-        return Apart(
-            forward,
-            backward,
-            tuple(names),
-            tuple(dropped),
-            tuple(sources),
-            rebuild,
-            num_inputs=sum(map(is_primal, self.nodes)),
-        )
+        return Apart(forward, backward, tuple(wanted), tuple(sources), rebuild)
 
     def _is_made(self, name: str) -> bool:
-        """Whether a node is more than a look at an input."""
-        return bool(base_of(self.by_name[name]).op != "placeholder")
+        """Whether a node is more than a look at an input, and is anything at all."""
+        node = self.by_name[name]
+        return bool(base_of(node).op != "placeholder" and node.meta["val"].numel())
 
     @cached_property
     def seeds(self) -> tuple[str, ...]:

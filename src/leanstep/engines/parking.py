@@ -299,13 +299,12 @@ class Spaces:
         self._arguments = ()
 
 
-# What stands for a tensor until backward asks for it, and who makes it: of the save of a number, or
-# of an argument.
+# What stands for a tensor until backward asks for it, and who makes it of the save of a number.
 Kept = Source | ParkedSource
-Keep = Callable[[torch.Tensor, int | None], Kept]
+Keep = Callable[[torch.Tensor, int], Kept]
 
 
-def kept(tensor: torch.Tensor, number: int | None) -> Kept:
+def kept(tensor: torch.Tensor, number: int) -> Kept:
     """Hold a tensor, and look for writes to it: hooks switch off autograd's own check."""
     return Source(without_history(tensor))
 
@@ -313,13 +312,29 @@ def kept(tensor: torch.Tensor, number: int | None) -> Kept:
 def kept_or_parked(spaces: Spaces) -> Keep:
     """The same for a compiled call of whose saves some wait on the host: a number is a key."""
 
-    def keep(tensor: torch.Tensor, number: int | None) -> Kept:
-        if number is not None and spaces.names(key := save_key(number)):
+    def keep(tensor: torch.Tensor, number: int) -> Kept:
+        if spaces.names(key := save_key(number)):
             spaces.park(tensor, key)
         parked = spaces.find(tensor)
         return kept(tensor, number) if parked is None else ParkedSource(parked, tensor)
 
     return keep
+
+
+def hooks_of(keep: Keep) -> AbstractContextManager[Any]:
+    """Have what a compiled call saves kept so; saves are numbered as they come."""
+    numbers = itertools.count()
+
+    def pack(tensor: torch.Tensor) -> Any:
+        number = next(numbers)
+        return keep(tensor, number) if has_storage(tensor) else tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
+
+
+def _unpack(packed: Any) -> torch.Tensor:
+    tensor: torch.Tensor = packed if isinstance(packed, torch.Tensor) else packed.tensor()
+    return tensor
 
 
 # What a call does something about, in the order it was parked.

@@ -115,14 +115,9 @@ class Trial:
     def _saves(self, form: CompiledForm) -> tuple[tuple[int, ...], bool, bool]:
         """The bytes of each save, and whether arguments and outputs are among what is held."""
         held: dict[int, tuple[int, int]] = {}
-        others: set[int] = set()
 
-        def keep(tensor: torch.Tensor, number: int | None) -> Kept:
-            address = storage_address(tensor)
-            if number is None:
-                others.add(address)
-            else:
-                held[number] = address, allocated_bytes(tensor, self.device)
+        def keep(tensor: torch.Tensor, number: int) -> Kept:
+            held[number] = storage_address(tensor), allocated_bytes(tensor, self.device)
             return kept(tensor, number)
 
         self._backward(self._forward(form))
@@ -141,7 +136,7 @@ class Trial:
         for number, (address, nbytes) in held.items():
             saves[number] = 0 if address in seen else nbytes
             seen.add(address)
-        addresses = {*others, *(address for address, _ in held.values())}
+        addresses = {address for address, _ in held.values()}
         holds = (not arguments.isdisjoint(addresses), not results.isdisjoint(addresses))
         return tuple(saves), *holds
 
