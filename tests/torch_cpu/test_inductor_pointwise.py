@@ -12,7 +12,7 @@ from leanstep.engines.joint import is_draw  # noqa: E402
 from leanstep.forms import compiled  # noqa: E402
 from leanstep.forms.capture import capture  # noqa: E402
 from leanstep.forms.costs import is_own_kernel, is_reduction, node_bytes, node_seconds  # noqa: E402
-from leanstep.forms.cuts import Candidate, candidates, kept_bytes  # noqa: E402
+from leanstep.forms.cuts import Candidate, candidates, kept_bytes, unplanned  # noqa: E402
 from leanstep.forms.kinds import Example, Sighting  # noqa: E402
 from leanstep.forms.pointwise import pointwise_again  # noqa: E402
 
@@ -72,7 +72,7 @@ def large(joint, candidate):
 
 def test_backward_computes_again_what_takes_no_product_and_no_sum():
     _, joint = captured(Block(), 64, 256)
-    first, *_ = candidates(joint, dict.fromkeys(joint.forward, 1e-6), 1)
+    first = unplanned(joint)
     all_gone, norm_kept = pointwise_again(joint, first)
     for one in (all_gone, norm_kept):
         _, again = joint.closed(one.kept)
@@ -94,7 +94,7 @@ def test_statistics_are_kept_for_it_where_torch_does_not_keep_them():
 
 def test_masks_are_not_drawn_again_for_nothing():
     _, joint = captured(Block(dropout=0.1), 64, 256)
-    first, *_ = candidates(joint, dict.fromkeys(joint.forward, 1e-6), 1)
+    first = unplanned(joint)
     for one in pointwise_again(joint, first):
         _, again = joint.closed(one.kept)
         assert not any(is_draw(node) for node in again), one
@@ -110,7 +110,7 @@ def test_an_input_that_nobody_else_holds_is_not_held_for_it():
             return self.inner(torch.tanh(x))
 
     _, joint = captured(Scaled(), 32, 64)
-    first, *_ = candidates(joint, dict.fromkeys(joint.forward, 1e-6), 1)
+    first = unplanned(joint)
     for one in pointwise_again(joint, first):
         _, again = joint.closed(one.kept)
         inputs = {source for node in again for source in node.all_input_nodes}
@@ -155,7 +155,7 @@ def test_what_is_rebuilt_apart_starts_from_the_smaller_form(without_compiler):
     sighting = Sighting("Block", example, [0])
     kind = compiled._kind(sighting, CPU, compiled._Effort(), exact=True)
     joint = capture(example, PRECISE)
-    first, *_ = candidates(joint, dict.fromkeys(joint.forward, 1e-6), 1)
+    first = unplanned(joint)
     wholes = {form.whole for form in kind.forms if form.whole}
     assert all(form.exact for form in kind.forms)
     assert all(set(whole) < set(first.kept) for whole in wholes)
@@ -163,6 +163,7 @@ def test_what_is_rebuilt_apart_starts_from_the_smaller_form(without_compiler):
 
 def test_no_form_keeps_more_than_torch_does_unasked():
     _, joint = captured(Block(dropout=0.1), 64, 256)
-    first, *others = candidates(joint, dict.fromkeys(joint.forward, 1e-6), 8)
+    first = unplanned(joint)
+    others = candidates(joint, dict.fromkeys(joint.forward, 1e-6), first, 8)
     assert others
     assert all(other.nbytes < first.nbytes for other in others)

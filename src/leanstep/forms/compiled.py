@@ -12,7 +12,7 @@ from leanstep.engines.joint import JointGraph, LostNodeError
 from leanstep.errors import MeasureError
 from leanstep.forms.capture import CaptureError, capture
 from leanstep.forms.costs import node_seconds, with_writing
-from leanstep.forms.cuts import Candidate, candidates, candidates_apart, with_seeds
+from leanstep.forms.cuts import Candidate, candidates, candidates_apart, unplanned, with_seeds
 from leanstep.forms.kinds import Example, Sighting, find_kinds
 from leanstep.forms.pointwise import pointwise_again
 from leanstep.forms.trial import Figures, Trial
@@ -89,13 +89,14 @@ def _kind(sighting: Sighting, device: torch.device, effort: _Effort, exact: bool
     joint = capture(example, PRECISE if exact else {})
     trials = _Trials(sighting.name, example, device, exact)
     seconds = node_seconds(joint, device)
-    first, *others = candidates(joint, seconds, effort.most_forms)
+    first = unplanned(joint)
     if not trials.add(first):
         raise MeasureError("its gradients differ from run to run")
     if exact:
         least = _least_with_its_bits(trials, joint, first)
         _add_apart(trials, joint, seconds, least, max(1, effort.most_forms - LESS_APART))
     if not exact or len(sighting.blocks) >= effort.fewest_blocks:
+        others = candidates(joint, seconds, first, effort.most_forms - 1)
         _add_others(trials, others, effort.most_inexact)
     forms = without_beaten(trials.forms())
     return Kind(sighting.name, forms, precise=exact, num_inexact=trials.num_inexact)

@@ -50,8 +50,16 @@ class Candidate:
     whole: tuple[str, ...] = ()
 
 
-def candidates(joint: JointGraph, seconds: Mapping[Any, float], most: int) -> list[Candidate]:
-    """The sets worth compiling, torch's own choice first."""
+def unplanned(joint: JointGraph) -> Candidate:
+    """Torch's own choice."""
+    kept, _ = joint.closed(_torchs(joint, 1.0))
+    return Candidate("torch's choice", kept, kept_bytes(joint, kept), 0.0)
+
+
+def candidates(
+    joint: JointGraph, seconds: Mapping[Any, float], first: Candidate, most: int
+) -> list[Candidate]:
+    """The sets worth compiling beside the first, of which backward computes the rest again."""
     found: dict[tuple[str, ...], Candidate] = {}
 
     def add(name: str, kept: Sequence[str], *, is_firm: bool = False) -> None:
@@ -63,7 +71,6 @@ def candidates(joint: JointGraph, seconds: Mapping[Any, float], most: int) -> li
             title = name if known is None else known.name
             found[names] = Candidate(title, names, nbytes, spent, is_firm)
 
-    add("torch's choice", _torchs(joint, 1.0), is_firm=True)
     add("seeds kept", seeds_kept(joint))
     for budget in BUDGETS:
         try:
@@ -74,8 +81,7 @@ def candidates(joint: JointGraph, seconds: Mapping[Any, float], most: int) -> li
         add(f"torch's at budget {budget}", kept, is_firm=budget in FIRM_BUDGETS)
     for number, kept in enumerate(_cuts(joint, seconds, joint.needed)):
         add(f"cut {number}", kept)
-    first, *others = found.values()
-    return [first, *_spread(first, others, most - 1)]
+    return _spread(first, list(found.values()), most)
 
 
 def candidates_apart(
