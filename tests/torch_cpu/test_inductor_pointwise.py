@@ -117,6 +117,23 @@ def test_an_input_that_nobody_else_holds_is_not_held_for_it():
         assert not any(node.op == "placeholder" and node.name == "primals_1" for node in inputs)
 
 
+def test_a_chain_may_be_longer_than_python_s_stack():
+    class Chain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(64, 64)
+
+        def forward(self, x):
+            y = self.inner(x)
+            for number in range(600):
+                y = y + number
+            return self.inner(y.sin())
+
+    _, joint = captured(Chain(), 32, 64)
+    whole = everything_kept(joint)
+    assert all(one.nbytes < whole.nbytes for one in pointwise_again(joint, whole))
+
+
 def test_its_bits_are_those_of_the_whole(without_compiler):
     module = Block()
     x, joint = captured(module, 64, 256)
