@@ -9,6 +9,7 @@ from torch import nn  # noqa: E402
 from leanstep import torch_compiler  # noqa: E402
 from leanstep.engines.inductor import PRECISE, CompiledForm  # noqa: E402
 from leanstep.engines.joint import is_draw  # noqa: E402
+from leanstep.errors import MeasureError  # noqa: E402
 from leanstep.forms import compiled  # noqa: E402
 from leanstep.forms.capture import capture  # noqa: E402
 from leanstep.forms.costs import is_own_kernel, is_reduction, node_bytes, node_seconds  # noqa: E402
@@ -163,6 +164,18 @@ def test_draws_of_inductor_are_timed_each_size_once(monkeypatch):
     seconds = node_seconds(joint, CPU)
     assert len(compiled_graphs) == len({tuple(node.meta["val"].shape) for node in draws})
     assert all(seconds[node] > 0.0 for node in draws)
+
+
+def test_a_block_whose_draws_cannot_be_compiled_is_left_out(monkeypatch):
+    def no_compiler(graph, settings):
+        raise torch._dynamo.exc.TorchDynamoException("no working C++ compiler found")
+
+    monkeypatch.setattr(CompiledForm, "compile_alone", staticmethod(no_compiler))
+    example = Example(Block(dropout=0.1), (), (torch.randn(64, 256, requires_grad=True),), {}, ())
+    sighting = Sighting("Block", example, [0])
+    # What leaves a block out, and lets the profile go on.
+    with pytest.raises(MeasureError, match="no working C"):
+        compiled._kind(sighting, CPU, compiled._Effort(), exact=True)
 
 
 def test_what_is_rebuilt_apart_starts_from_the_smaller_form(without_compiler):
