@@ -99,6 +99,27 @@ def test_what_is_dropped_is_not_among_what_is_held(joint):
         assert figures.backward_rise_bytes > full.backward_rise_bytes
 
 
+class Masked(nn.Module):
+    """With a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.masks = nn.Linear(16, 16), [torch.randn(8, 16)]
+
+    def forward(self, x):
+        return torch.tanh(self.inner(x) + self.masks[0]).sin()
+
+
+def test_what_a_module_holds_anyway_is_not_counted_where_a_rebuild_reads_it():
+    module, x = Masked(), torch.randn(8, 16, requires_grad=True)
+    example = Example(module, (), (x,), {}, ())
+    whole, smaller = forms(capture(example, PRECISE))
+    trial = Trial(example, torch.device("cpu"))
+    full = trial.measure(CompiledForm(Masked.forward, whole, PRECISE))
+    figures = trial.measure(CompiledForm(Masked.forward, smaller[-1].kept, PRECISE, whole))
+    assert sum(figures.saves) == 0 < sum(full.saves)
+
+
 def test_a_graph_that_is_kept_is_rebuilt_each_time(joint):
     module, x, found = joint
     whole, smaller = forms(found)
