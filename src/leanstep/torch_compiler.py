@@ -15,9 +15,12 @@ import torch.fx
 # forward, places of inputs that stay where they are) -> (forward, backward).
 Partition = Callable[[torch.fx.GraphModule, int, list[int]], tuple[Any, Any]]
 
-# A compiled graph, and whether it is the one of backward, in; what shall run in its place out. Both
-# take a list of arguments and empty it.
-Wrap = Callable[[Callable[[list[Any]], Any], bool], Callable[[list[Any]], Any]]
+# A graph that will be compiled, and whether it is the one of backward, in; out what makes of the
+# compiled function the one that shall run in its place. Both take a list of arguments and empty it.
+Wrap = Callable[
+    [torch.fx.GraphModule, bool],
+    Callable[[Callable[[list[Any]], Any]], Callable[[list[Any]], Any]],
+]
 
 
 def compile_with_inductor(
@@ -52,8 +55,10 @@ def compile_with_inductor(
 
     def compile_part(part: Any, part_inputs: Any, **choices: Any) -> Any:
         assert wrap is not None
+        # First: Inductor's passes put other nodes in the place of those that the graph returns.
+        wrapped = wrap(part, bool(choices.get("is_backward")))
         compiled: Any = compile_fx_inner(part, part_inputs, **choices)
-        return _boxed(wrap(compiled, bool(choices.get("is_backward"))))
+        return _boxed(wrapped(compiled))
 
     patches = {**settings, "custom_partitioner_fn": Partitioner()}
     inner = compile_fx_inner if wrap is None else compile_part
@@ -88,7 +93,7 @@ def compile_to_python(
 
     def compile_part(part: Any, _: Any, *, is_backward: bool) -> Any:
         run = joint_graphs.make_boxed_func(part.forward)  # type: ignore[attr-defined]
-        return run if wrap is None else _boxed(wrap(run, is_backward))
+        return run if wrap is None else _boxed(wrap(part, is_backward)(run))
 
     backend = aot_autograd(
         fw_compiler=functools.partial(compile_part, is_backward=False),

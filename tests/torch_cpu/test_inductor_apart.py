@@ -1,5 +1,9 @@
 """What compiled blocks drop and rebuild by a program of its own, with a backend for Python."""
 
+import sys
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -7,6 +11,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from leanstep import torch_compiler  # noqa: E402
+from leanstep.engines import apart  # noqa: E402
 from leanstep.engines.apart import Dropper, Rebuild  # noqa: E402
 from leanstep.engines.inductor import PRECISE, CompiledForm  # noqa: E402
 from leanstep.engines.joint import LostNodeError  # noqa: E402
@@ -92,6 +97,27 @@ def test_what_is_dropped_is_not_among_what_is_held(joint):
         assert sum(figures.saves) < sum(full.saves)
         # It comes back for backward, all at once.
         assert figures.backward_rise_bytes > full.backward_rise_bytes
+
+
+class Masked(nn.Module):
+    """With a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.masks = nn.Linear(16, 16), [torch.randn(8, 16)]
+
+    def forward(self, x):
+        return torch.tanh(self.inner(x) + self.masks[0]).sin()
+
+
+def test_what_a_module_holds_anyway_is_not_counted_where_a_rebuild_reads_it():
+    module, x = Masked(), torch.randn(8, 16, requires_grad=True)
+    example = Example(module, (), (x,), {}, ())
+    whole, smaller = forms(capture(example, PRECISE))
+    trial = Trial(example, torch.device("cpu"))
+    full = trial.measure(CompiledForm(Masked.forward, whole, PRECISE))
+    figures = trial.measure(CompiledForm(Masked.forward, smaller[-1].kept, PRECISE, whole))
+    assert sum(figures.saves) == 0 < sum(full.saves)
 
 
 def test_a_graph_that_is_kept_is_rebuilt_each_time(joint):
@@ -236,13 +262,51 @@ def test_a_rebuild_gets_and_gives_layouts_as_they_were_compiled():
         assert doubled.stride() == (1, 4)
         return [gradient * doubled]
 
-    dropper = Dropper(lambda: True)
-    dropper.rebuild = Rebuild((2,), (1,), (0,), ((3, 1),), rebuilt)
+    drop, make_whole = wrapped(Rebuild((2,), (1,), (0,), ((3, 1),), rebuilt))
     x, gradient = torch.randn(4, 3), torch.randn(4, 3)
-    _, *saved = dropper.wrapped(forward, False)([x])
+    _, *saved = drop(forward)([x])
     assert saved[1].numel() == 0
-    (found,) = dropper.wrapped(backward, True)([*saved, gradient])
+    (found,) = make_whole(backward)([*saved, gradient])
     assert torch.equal(found, gradient * x * 2.0)
+
+
+def test_nobody_holds_what_backward_lets_go_of_what_was_rebuilt():
+    def rebuilt(tensors):
+        return [tensors.pop() * 2.0]
+
+    def backward(arguments):
+        doubled = weakref.ref(arguments[1])
+        arguments.clear()
+        return [doubled() is None]
+
+    drop, make_whole = wrapped(Rebuild((2,), (1,), (0,), ((1,),), rebuilt))
+    _, *saved = drop(lambda arguments: [*arguments, *arguments, arguments[0] * 2.0])(
+        [torch.ones(3)]
+    )
+    assert make_whole(backward)([*saved, torch.ones(3)]) == [True]
+
+
+def wrapped(rebuild):
+    """What makes programs of forward and backward those that drop and rebuild."""
+    dropper = Dropper(lambda: True)
+    dropper.rebuild = rebuild
+    graph = torch.fx.symbolic_trace(lambda x: (x,))
+    return dropper.wrapped(graph, False), dropper.wrapped(graph, True)
+
+
+def test_settings_that_two_threads_note_at_once_keep_their_numbers(monkeypatch):
+    monkeypatch.setattr(apart, "_settings", [])
+    monkeypatch.setattr(apart, "_notes", {})
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    every = [[(thread, number) for number in range(2000)] for thread in range(4)]
+    try:
+        with ThreadPoolExecutor(len(every)) as pool:
+            notes = list(pool.map(lambda own: list(map(apart._note_of, own)), every))
+    finally:
+        sys.setswitchinterval(interval)
+    for own, noted in zip(every, notes, strict=True):
+        assert [apart._settings[note.shape[0]] for note in noted] == own
 
 
 def test_nothing_of_autograd_s_is_hooked_to_drop(joint, monkeypatch):
@@ -291,3 +355,32 @@ def test_what_a_function_puts_on_its_context_is_not_counted_among_saves():
     for one in smaller:
         form = CompiledForm(WithContext.forward, one.kept, PRECISE, whole)
         assert equal(wanted, run(form, module, x)), one
+
+
+class _OnContextWithInput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.x, ctx.weight = x, weight
+        return torch.mm(x, weight)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient @ ctx.weight.t(), ctx.x.t() @ gradient
+
+
+class WithInputOnContext(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x):
+        return torch.tanh(_OnContextWithInput.apply(x, self.weight)).sin()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_nothing_is_rebuilt_of_an_input_that_autograd_does_not_watch():
+    x = torch.randn(8, 16, requires_grad=True)
+    found = capture(Example(WithInputOnContext(), (), (x,), {}, ()), PRECISE)
+    whole, smaller = forms(found)
+    with pytest.raises(LostNodeError, match="nobody would see a write"):
+        found.apart(whole, smaller[-1].kept)

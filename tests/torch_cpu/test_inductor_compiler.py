@@ -85,3 +85,37 @@ def test_masks_that_torch_keeps_are_dropped_with_their_seeds_beside_them():
     assert set(whole) - set(first.kept) == set(joint.seeds) != set()
     for unplanned, planned in zip(run(first.kept, ()), run(without, whole), strict=True):
         assert torch.equal(unplanned, planned)
+
+
+class Sum(nn.Module):
+    """A product and a sum, of which Inductor makes one node of its own in the place of both."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (
+            nn.Parameter(torch.randn(16, 16)),
+            nn.Parameter(torch.randn(16, 16)),
+        )
+
+    def forward(self, x, y):
+        inner = torch.mm(x, self.first) + y
+        return torch.mm(inner.sin() * inner, self.second)
+
+
+def test_what_is_dropped_is_found_where_inductor_has_renamed_it():
+    module, inputs = Sum(), [torch.randn(8, 16, requires_grad=True) for _ in range(2)]
+    joint = capture(Example(module, (), tuple(inputs), {}, ()), PRECISE)
+    whole = cuts.seeds_kept(joint)
+    assert "add" in whole
+    forms = [
+        CompiledForm(Sum.forward, whole, PRECISE),
+        CompiledForm(Sum.forward, (), PRECISE, whole),
+    ]
+    results = []
+    # What Inductor has in its cache it does not rename.
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        for form in forms:
+            out = form(module, tuple(inputs), {})
+            grads = torch.autograd.grad(out.square().sum(), [*inputs, *module.parameters()])
+            results.append([out, *grads])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -9,6 +9,7 @@ from torch import nn  # noqa: E402
 from leanstep import torch_compiler  # noqa: E402
 from leanstep.engines.inductor import PRECISE, CompiledForm  # noqa: E402
 from leanstep.engines.joint import is_draw  # noqa: E402
+from leanstep.errors import MeasureError  # noqa: E402
 from leanstep.forms import compiled  # noqa: E402
 from leanstep.forms.capture import capture  # noqa: E402
 from leanstep.forms.costs import is_own_kernel, is_reduction, node_bytes, node_seconds  # noqa: E402
@@ -117,6 +118,23 @@ def test_an_input_that_nobody_else_holds_is_not_held_for_it():
         assert not any(node.op == "placeholder" and node.name == "primals_1" for node in inputs)
 
 
+def test_a_chain_may_be_longer_than_python_s_stack():
+    class Chain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(64, 64)
+
+        def forward(self, x):
+            y = self.inner(x)
+            for number in range(600):
+                y = y + number
+            return self.inner(y.sin())
+
+    _, joint = captured(Chain(), 32, 64)
+    whole = everything_kept(joint)
+    assert all(one.nbytes < whole.nbytes for one in pointwise_again(joint, whole))
+
+
 def test_its_bits_are_those_of_the_whole(without_compiler):
     module = Block()
     x, joint = captured(module, 64, 256)
@@ -146,6 +164,18 @@ def test_draws_of_inductor_are_timed_each_size_once(monkeypatch):
     seconds = node_seconds(joint, CPU)
     assert len(compiled_graphs) == len({tuple(node.meta["val"].shape) for node in draws})
     assert all(seconds[node] > 0.0 for node in draws)
+
+
+def test_a_block_whose_draws_cannot_be_compiled_is_left_out(monkeypatch):
+    def no_compiler(graph, settings):
+        raise torch._dynamo.exc.TorchDynamoException("no working C++ compiler found")
+
+    monkeypatch.setattr(CompiledForm, "compile_alone", staticmethod(no_compiler))
+    example = Example(Block(dropout=0.1), (), (torch.randn(64, 256, requires_grad=True),), {}, ())
+    sighting = Sighting("Block", example, [0])
+    # What leaves a block out, and lets the profile go on.
+    with pytest.raises(MeasureError, match="no working C"):
+        compiled._kind(sighting, CPU, compiled._Effort(), exact=True)
 
 
 def test_what_is_rebuilt_apart_starts_from_the_smaller_form(without_compiler):

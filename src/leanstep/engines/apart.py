@@ -6,6 +6,7 @@ hands over an empty tensor in the place of each that is dropped, and backward's 
 whole again before its kernels run. Hooks on what autograd saves would cost the host more.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,12 +41,19 @@ class Dropper:
 
     def __init__(self, is_dropping: Callable[[], bool]) -> None:
         self.rebuild: Rebuild | None = None
+        self.results: dict[str, int] = {}
         self._is_dropping = is_dropping
         self._strides: list[tuple[int, ...]] = []
 
-    def wrapped(self, run: Run, is_backward: bool) -> Run:
-        """The program with less between forward and backward."""
-        return self._backward(run) if is_backward else self._forward(run)
+    def wrapped(self, graph: torch.fx.GraphModule, is_backward: bool) -> Callable[[Run], Run]:
+        """What has the program of a graph get less from forward, or hand less to backward."""
+        if is_backward:
+            return self._backward
+        outputs: Any = graph.graph.output_node().args[0]
+        nodes = ((n, place) for place, n in enumerate(outputs) if isinstance(n, torch.fx.Node))
+        # The last place of each: what is handed over may be an output too.
+        self.results = {node.name: place for node, place in nodes}
+        return self._forward
 
     def _forward(self, run: Run) -> Run:
         def forward(arguments: list[Any]) -> Sequence[Any]:
@@ -68,12 +76,11 @@ class Dropper:
             rebuild = self.rebuild
             # Where nothing was dropped, all is there.
             if rebuild is not None and (note := arguments[rebuild.arguments[0]]).numel() == 0:
-                made = self._rebuilt(rebuild, arguments, _settings[note.shape[0]])
-                for place, tensor, stride in zip(
-                    rebuild.arguments, made, self._strides, strict=True
-                ):
-                    arguments[place] = _laid_out(tensor, stride)
-                del made
+                made = list(self._rebuilt(rebuild, arguments, _settings[note.shape[0]]))
+                pairs = list(zip(rebuild.arguments, self._strides, strict=True))
+                for place, stride in reversed(pairs):
+                    # Taken off: the program lets go of each as soon as it can.
+                    arguments[place] = _laid_out(made.pop(), stride)
             return run(arguments)
 
         return backward
@@ -95,14 +102,22 @@ class Dropper:
 # An empty tensor stands for what was dropped, and its shape says which settings forward had.
 _settings: list[Settings] = []
 _notes: dict[Settings, torch.Tensor] = {}
+_new_note = threading.Lock()
 
 
 def _note_of(settings: Settings) -> torch.Tensor:
     note = _notes.get(settings)
-    if note is None:
-        note = _notes[settings] = torch.empty((len(_settings), 0), dtype=torch.bool)
-        _settings.append(settings)
-    return note
+    return _noted(settings) if note is None else note
+
+
+def _noted(settings: Settings) -> torch.Tensor:
+    # Two models may train in two threads, and each number has to stay that of one.
+    with _new_note:
+        if settings not in _notes:
+            _settings.append(settings)
+            shape = len(_settings) - 1, 0
+            _notes[settings] = torch.empty(shape, dtype=torch.bool, device="cpu")
+        return _notes[settings]
 
 
 def _laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

@@ -112,7 +112,7 @@ class CompiledForm:
         with quietly():
             run = self.compile_graph(graph, inputs, partition, self._key, self._settings, wrap)
             if split and split[0].dropped:
-                dropper.rebuild = self._rebuild(split[0])
+                dropper.rebuild = self._rebuild(split[0], dropper)
 
         def counted(*args: Any) -> Any:
             self.runs += 1
@@ -123,9 +123,9 @@ class CompiledForm:
 
         return counted
 
-    def _rebuild(self, split: Apart) -> Rebuild:
+    def _rebuild(self, split: Apart, dropper: Dropper) -> Rebuild:
         return Rebuild(
-            places=split.results(split.dropped),
+            places=tuple(dropper.results[node.name] for node in split.dropped),
             arguments=split.arguments(split.dropped),
             sources=split.arguments(split.sources),
             strides=tuple(tuple(node.meta["val"].stride()) for node in split.sources),

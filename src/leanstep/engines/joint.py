@@ -50,14 +50,6 @@ class Apart:
     sources: tuple[Any, ...]
     rebuild: torch.fx.GraphModule
 
-    def results(self, nodes: Sequence[Any]) -> tuple[int, ...]:
-        """The places of some nodes among the results of forward."""
-        outputs: Any = self.forward.graph.output_node().args[0]
-        # From the end: what is handed over may be an output too.
-        nodes_at = ((n, place) for place, n in enumerate(outputs) if isinstance(n, torch.fx.Node))
-        places = {node.name: place for node, place in nodes_at}
-        return tuple(places[node.name] for node in nodes)
-
     def arguments(self, nodes: Sequence[Any]) -> tuple[int, ...]:
         """The places of some nodes among the arguments of backward."""
         inputs = (node for node in self.backward.graph.nodes if node.op == "placeholder")
@@ -166,6 +158,8 @@ class JointGraph:
         taken = {source for node in made for source in node.all_input_nodes}
         sources = [n for n in self.nodes if n in taken and (n.name in there or is_primal(n))]
         if inputs := [node.name for node in sources if node.name not in there]:
+            if held := [node.name for node in sources if is_held_apart(node)]:
+                raise LostNodeError(f"nobody would see a write to {held[0]}, which it starts from")
             hand_over_unread(forward, backward, inputs, self.num_outputs)
         rebuild = extract_graph(self.joint, sources, made, wanted)
         return Apart(forward, backward, tuple(wanted), tuple(sources), rebuild)

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
-from leanstep.engines.inductor import PRECISE, CompiledForm, quietly
+from leanstep.engines.inductor import PRECISE, CompiledForm, quietly, reason_of
 from leanstep.engines.joint import JointGraph, arguments_of, base_of, is_draw, is_tensor, is_view
+from leanstep.errors import MeasureError
 from leanstep.profiler.measure import measure
 from leanstep.profiler.roofline import kind_of
 from leanstep.recorder.signatures import CallSpec, Signatures
-from leanstep.torch_compiler import extract_graph, is_operator
+from leanstep.torch_compiler import compiler_errors, extract_graph, is_operator
 from leanstep.truth import stopwatch
 
 _HEAVY = ("matmul", "convolution", "attention")
@@ -120,8 +121,12 @@ def _seconds_to_draw(joint: JointGraph, node: Any, device: torch.device) -> floa
     made = joint.made_of(joint.seeds, [node])
     sources = [joint.by_name[name] for name in joint.seeds]
     graph = extract_graph(joint.joint, sources, made, [node])
-    with quietly():
-        draw = CompiledForm.compile_alone(graph, PRECISE)
+    try:
+        with quietly():
+            draw = CompiledForm.compile_alone(graph, PRECISE)
+    except compiler_errors() as error:
+        # Such as no compiler of C++: then the block itself could not be compiled either.
+        raise MeasureError(f"compiling its random numbers raised {reason_of(error)}") from None
     values = [source.meta["val"] for source in sources]
     seeds = [torch.zeros(value.shape, dtype=value.dtype, device=device) for value in values]
     draw(list(seeds))

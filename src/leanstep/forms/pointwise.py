@@ -44,7 +44,11 @@ class _Maker:
         readers = [*again, *joint.backward]
         self._held = {source for node in readers for source in node.all_input_nodes}
         self._tiny_bytes = max((node_bytes(self._by_name[n]) for n in kept), default=0) * TINY_SHARE
-        self._known: dict[Any, set[Any] | None] = {}
+        # What each node is made of, or None where it takes more than pointwise steps. In the order
+        # of the graph: who asked a node for its sources' sources would be lost in a long chain.
+        self._sources: dict[Any, set[Any] | None] = {}
+        for node in joint.forward:
+            self._sources[node] = self._found_sources(node)
 
     def left(self) -> list[str]:
         """The names to keep: what cannot be made, and the statistics that the rest is made of."""
@@ -56,17 +60,11 @@ class _Maker:
 
     def _sources_of_kept(self, node: Any) -> set[Any] | None:
         """What is made of parameters alone stays: it is small, and nobody else reads these."""
-        sources = self._sources(node)
+        sources = self._sources[node]
         if sources is None or sources <= self._parameters or self._is_tiny(node):
             return None
         statistics = {n for n in sources if n not in self._parameters and self._is_tiny(n)}
         return sources if self._of_statistics or not statistics else None
-
-    def _sources(self, node: Any) -> set[Any] | None:
-        """What a node is made of, or None where it takes more than pointwise steps."""
-        if node not in self._known:
-            self._known[node] = self._found_sources(node)
-        return self._known[node]
 
     def _found_sources(self, node: Any) -> set[Any] | None:
         if not self._is_pointwise(node):
@@ -75,7 +73,7 @@ class _Maker:
         for source in node.all_input_nodes:
             if self._is_there(source):
                 found.add(source)
-            elif (more := self._sources(source)) is not None:
+            elif (more := self._sources[source]) is not None:
                 found |= more
             elif is_tensor(source) and self._is_tiny(source):
                 found.add(source)

@@ -122,16 +122,11 @@ class Trial:
 
         self._backward(self._forward(form))
         outputs = self._forward(form, keep)
-        modules = self.example.modules
-        own = [
-            *(p for m in modules for p in m.parameters()),
-            *(b for m in modules for b in m.buffers()),
-        ]
-        parameters, arguments, results = (
+        own, arguments, results = (
             {storage_address(t) for t in tensors if has_storage(t)}
-            for tensors in (own, self.example.arguments(), outputs)
+            for tensors in (self._own_tensors(), self.example.arguments(), outputs)
         )
-        seen = {*parameters, *arguments, *results}
+        seen = {*own, *arguments, *results}
         saves = [0] * (max(held, default=-1) + 1)
         for number, (address, nbytes) in held.items():
             saves[number] = 0 if address in seen else nbytes
@@ -139,6 +134,12 @@ class Trial:
         addresses = {address for address, _ in held.values()}
         holds = (not arguments.isdisjoint(addresses), not results.isdisjoint(addresses))
         return tuple(saves), *holds
+
+    def _own_tensors(self) -> list[torch.Tensor]:
+        """What the modules hold: parameters, buffers, and tensors that are plain attributes."""
+        every = (inner for module in self.example.modules for inner in module.modules())
+        leaves = tree_leaves([vars(module) for module in every])
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def _rises(self, form: CompiledForm) -> tuple[int, int]:
         """How far the level rises in forward and in backward; in the second of two rounds."""
