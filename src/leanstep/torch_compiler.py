@@ -5,6 +5,7 @@ late: torch takes a second and more to load its compiler.
 """
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -73,6 +74,12 @@ def _boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """The function, marked as one that takes its arguments in a list."""
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+def is_backward_compiled() -> bool:
+    """Whether compiled autograd is on, which looks into backward's graphs past what wraps them."""
+    loaded: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    return loaded is not None and bool(loaded.compiled_autograd_enabled)
 
 
 def compile_to_python(

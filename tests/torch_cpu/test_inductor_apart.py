@@ -11,7 +11,10 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from leanstep import torch_compiler  # noqa: E402
-from leanstep.engines import apart  # noqa: E402
+from leanstep.engines import (
+    apart,
+    inductor,
+)
 from leanstep.engines.apart import Dropper, Rebuild  # noqa: E402
 from leanstep.engines.inductor import PRECISE, CompiledForm  # noqa: E402
 from leanstep.engines.joint import LostNodeError  # noqa: E402
@@ -384,3 +387,12 @@ def test_nothing_is_rebuilt_of_an_input_that_autograd_does_not_watch():
     whole, smaller = forms(found)
     with pytest.raises(LostNodeError, match="nobody would see a write"):
         found.apart(whole, smaller[-1].kept)
+
+
+def test_compiled_autograd_looks_past_rebuilds_and_is_told_before():
+    from torch._dynamo import compiled_autograd
+
+    assert inductor.obstacle(rebuilds=True) is None
+    with compiled_autograd._enable(lambda graph: graph):
+        assert "compiled autograd is on" in inductor.obstacle(rebuilds=True)
+        assert inductor.obstacle(rebuilds=False) is None

@@ -175,7 +175,7 @@ def test_a_block_whose_draws_cannot_be_compiled_is_left_out(monkeypatch):
     sighting = Sighting("Block", example, [0])
     # What leaves a block out, and lets the profile go on.
     with pytest.raises(MeasureError, match="no working C"):
-        compiled._kind(sighting, CPU, compiled._Effort(), exact=True)
+        compiled._kind(sighting, CPU, compiled._effort(1), exact=True)
 
 
 def test_what_is_rebuilt_apart_starts_from_the_smaller_form(without_compiler):
@@ -183,7 +183,7 @@ def test_what_is_rebuilt_apart_starts_from_the_smaller_form(without_compiler):
     x = torch.randn(64, 256, requires_grad=True)
     example = Example(module, (), (x,), {}, ())
     sighting = Sighting("Block", example, [0])
-    kind = compiled._kind(sighting, CPU, compiled._Effort(), exact=True)
+    kind = compiled._kind(sighting, CPU, compiled._effort(1), exact=True)
     joint = capture(example, PRECISE)
     first = unplanned(joint)
     wholes = {form.whole for form in kind.forms if form.whole}

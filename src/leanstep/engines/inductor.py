@@ -30,6 +30,7 @@ from leanstep.torch_compiler import (
     compile_alone_with_inductor,
     compile_with_inductor,
     compiler_errors,
+    is_backward_compiled,
     recompile_limit,
     without_twins,
 )
@@ -41,7 +42,7 @@ from leanstep.torch_private import (
 )
 
 # One more whenever the same names would give another program.
-PARTITION_VERSION = 2
+PARTITION_VERSION = 3
 
 # Inductor keeps what a fused kernel passes on inside in float32, and lets the compiler of a kernel
 # fuse products and sums. So a value that is computed again in another kernel may have other bits.
@@ -216,10 +217,10 @@ class CompiledBlock:
         spaces: Spaces | None = None,
     ) -> tuple[Any, str | None]:
         """Run one call: what it returns, or why it has not run."""
-        if reason := obstacle():
+        kind, form = self._kind, self._form
+        if reason := obstacle(rebuilds=bool(form.whole)):
             return None, reason
         subject, forward = subject_of(module, self._scope.children)
-        kind, form = self._kind, self._form
         compiled = compiled_form(forward, kind.name, form.kept, form.whole, precise=kind.precise)
         before = compiled.runs
         keep = None if spaces is None else kept_or_parked(spaces)
@@ -245,12 +246,14 @@ class CompiledBlock:
                 return
 
 
-def obstacle() -> str | None:
+def obstacle(*, rebuilds: bool) -> str | None:
     """Why compiled code would not run here and now; None where it would."""
     if modes_are_active():
         return "a dispatch mode is active, under which torch runs no compiled code"
     if is_compiler_loaded() and not is_compiler_on():
         return "torch.compile is switched off"
+    if rebuilds and is_backward_compiled():
+        return "compiled autograd is on, which looks past what rebuilds dropped values"
     return None
 
 

@@ -44,7 +44,7 @@ def profile_compiled(step: TrainingStep, eager: Profile, *, exact: bool) -> Prof
     """
     with untouched(step):
         sightings = find_kinds(step, eager)
-        effort = _Effort.of_many() if len(sightings) > MANY_KINDS else _Effort()
+        effort = _effort(len(sightings))
         kinds: list[Kind] = []
         kind_of: dict[int, int] = {}
         exclusions: list[Exclusion] = []
@@ -63,16 +63,18 @@ def profile_compiled(step: TrainingStep, eager: Profile, *, exact: bool) -> Prof
 
 @dataclass(frozen=True, slots=True)
 class _Effort:
-    """How many forms of a kind to try; a kind that one block has gets the best few alone."""
+    """How many forms of a kind to try; a kind that few blocks have gets the best few alone."""
 
-    most_forms: int = MOST_FORMS
-    most_inexact: int = _MOST_INEXACT
-    fewest_blocks: int = 1
+    most_forms: int
+    most_inexact: int
+    fewest_blocks: int
 
-    @classmethod
-    def of_many(cls) -> "_Effort":
-        """Where every kind takes its minute."""
-        return cls(MOST_FORMS_OF_MANY, _MOST_INEXACT_OF_MANY, fewest_blocks=2)
+
+def _effort(num_kinds: int) -> _Effort:
+    """Less where there are many kinds: each takes its time."""
+    if num_kinds > MANY_KINDS:
+        return _Effort(MOST_FORMS_OF_MANY, _MOST_INEXACT_OF_MANY, fewest_blocks=2)
+    return _Effort(MOST_FORMS, _MOST_INEXACT, fewest_blocks=1)
 
 
 def _excluded(eager: Profile, sighting: Sighting, reason: str) -> list[Exclusion]:
