@@ -11,10 +11,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from leanstep import torch_compiler  # noqa: E402
-from leanstep.engines import (
-    apart,
-    inductor,
-)
+from leanstep.engines import apart, inductor  # noqa: E402
 from leanstep.engines.apart import Dropper, Rebuild  # noqa: E402
 from leanstep.engines.inductor import PRECISE, CompiledForm  # noqa: E402
 from leanstep.engines.joint import LostNodeError  # noqa: E402
