@@ -235,7 +235,10 @@ class Bench:
             }
             for name, budget in {**budgets, **shares}.items():
                 facts = {"engine": engine, "at": name, "exact": exact, "offload": offload}
-                self.ours(profile, budget, {**facts, "profile_seconds": profile_seconds})
+                if variant == "fit":
+                    self.fitted(budget, facts)
+                else:
+                    self.ours(profile, budget, {**facts, "profile_seconds": profile_seconds})
         self.measure("eager again")
 
     def profiled(self, **choices):
@@ -281,6 +284,26 @@ class Bench:
             self.measure("leanstep", **facts)
         finally:
             applied.remove()
+
+    def fitted(self, budget, facts):
+        """As a user has it: with what a first measured step teaches, and planned again."""
+        facts |= {"budget_bytes": budget, "is_fitted": True}
+        start = time.perf_counter()
+        ingredients = self.model, self.batch, self.loss
+        choices = {"optimizer": self.optimizer, "engine": facts["engine"], "budget": budget}
+        try:
+            fitted = leanstep.fit(*ingredients, **choices)
+        except leanstep.BudgetError as error:
+            self.note({**self.common, "method": "leanstep", **facts, "failed": str(error)})
+            return
+        facts["fit_seconds"] = time.perf_counter() - start
+        facts["predicted_peak_bytes"] = fitted.verdict.predicted_peak_bytes
+        facts["predicted_seconds"] = fitted.verdict.predicted_seconds
+        facts["host_bytes"] = fitted.plan.host_bytes
+        try:
+            self.measure("leanstep", **facts)
+        finally:
+            fitted.remove()
 
 
 # Which words in a kernel's name tell its kind; the first that fits counts.
@@ -332,6 +355,7 @@ def line(row, eager):
 def how(row):
     """What is special about a row of ours."""
     inexact = "" if row["exact"] else ", inexact"
+    inexact += ", fit" if row.get("is_fitted") else ""
     return inexact if row["offload"] else f"{inexact}, no offload"
 
 
@@ -448,7 +472,11 @@ def arguments():
     run.add_argument("--engines", nargs="*", default=["replay"])
     run.add_argument("--shares", nargs="*", type=int, default=[], help="budgets in %% of the peak")
     run.add_argument(
-        "--variants", nargs="*", choices=("exact", "inexact", "no-offload"), default=["exact"]
+        "--variants",
+        nargs="*",
+        choices=("exact", "inexact", "no-offload", "fit"),
+        default=["exact"],
+        help="'fit' measures a step and plans again, as leanstep.fit does",
     )
     run.add_argument("--warm", type=int, default=WARM, help="steps before those that are timed")
     run.add_argument("--timed", type=int, default=TIMED)
