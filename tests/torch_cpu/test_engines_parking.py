@@ -107,9 +107,10 @@ def test_what_never_comes_to_backward_leaves_nothing_behind(lab) -> None:
     case = lab.Case(lambda: lab.stack_of(written_inside, 3))
     model, applied = case.fitted(lab.REPLAY, kept, offloads=True)
     lot = applied.rounds.lot
-    for _ in range(3):
+    for _ in range(3 * parking._MANY_WAITING):
         lab.mean_square(model, case.batch)
-        assert not any(map(len, lot._coming.values()))
+        assert not any(known() for waiting in lot._coming.values() for known in waiting)
+    assert all(len(waiting) < 2 * parking._MANY_WAITING for waiting in lot._coming.values())
     for number in range(1, 9):
         lab.mean_square(model, lab.rows()[: 4 * number]).backward()
     (lane,) = lot._lanes.values()

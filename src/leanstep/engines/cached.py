@@ -310,10 +310,14 @@ class CachedCall:
         if place in template.wanted:
             self._check_layout(tensor, ref)
             self._kept[place] = kept
-        key = self.template.parks.get(place)
-        if key is not None and self.context.spaces is not None:
-            self.context.spaces.park(kept, key)
-        return self.context.packed(kept)
+        spaces = self.context.spaces
+        if spaces is None:
+            return self.context.packed(kept)
+        key = template.parks.get(place)
+        if key is not None:
+            spaces.park(kept, key)
+        # Every look at a parked storage has its key: others need not be looked for.
+        return self.context.packed(kept, may_be_parked=key is not None or spaces.parks_input)
 
     def _check_layout(self, tensor: torch.Tensor, ref: Ref) -> None:
         if tensor.is_conj() is not ref.is_conj or tensor.is_neg() is not ref.is_neg:

@@ -80,19 +80,20 @@ class Context:
         """Answer every request for a value with this tensor."""
         self._pinned[value] = Source(tensor)
 
-    def source(self, tensor: torch.Tensor) -> AnySource:
+    def source(self, tensor: torch.Tensor, *, may_be_parked: bool = True) -> AnySource:
         """A tensor to start replays from: as it is, or the border it looks at, or parked."""
-        parked = None if self.spaces is None else self.spaces.find(tensor)
+        spaces = self.spaces if may_be_parked else None
+        parked = None if spaces is None else spaces.find(tensor)
         if parked is not None:
             return ParkedSource(parked, tensor)
         border = None if self.gate is None else self.gate.find(tensor)
         return Source(tensor) if border is None else BorderSource(border, tensor)
 
-    def packed(self, tensor: torch.Tensor) -> AnySource | Guarded:
+    def packed(self, tensor: torch.Tensor, *, may_be_parked: bool = True) -> AnySource | Guarded:
         """What autograd shall hold for a kept tensor."""
-        if self.gate is None and self.spaces is None:
+        if self.gate is None and (self.spaces is None or not may_be_parked):
             return Source(tensor)
-        source = self.source(tensor)
+        source = self.source(tensor, may_be_parked=may_be_parked)
         if self.observer is not None and isinstance(source, ParkedSource):
             source.observe(self.observer, tensor)
         return source if self.gate is None else Guarded(self.gate, source)

@@ -178,7 +178,8 @@ class Parked:
             )
         if not self._has_left:
             return self._tensor
-        fetch([self])
+        if self.bytes is None:
+            fetch([self])
         self._wait_for_copies()
         assert self.bytes is not None
         return self.bytes
@@ -250,16 +251,20 @@ class ParkedSource:
 
 
 class Spaces:
-    """What one block call parks: by the keys of a decision, and by address while it runs."""
+    """What one block call parks: by the keys of a decision, and by address while it runs.
 
-    __slots__ = ("_arguments", "_entries", "_lot", "_parked", "_place")
+    Where it `parks_input`, any save may look at what is parked.
+    """
+
+    __slots__ = ("_arguments", "_entries", "_lot", "_parked", "_place", "parks_input")
 
     def __init__(
         self, lot: "Lot", place: int, entries: dict[str, Offload], arguments: Sequence[Any]
     ) -> None:
         self._lot, self._place, self._entries = lot, place, entries
         self._parked: dict[int, Parked] = {}
-        self._arguments = arguments if INPUT in entries else ()
+        self.parks_input = INPUT in entries
+        self._arguments = arguments if self.parks_input else ()
         if self._arguments:
             self._park_input()
 
@@ -337,8 +342,9 @@ def _unpack(packed: Any) -> torch.Tensor:
     return tensor
 
 
-# What a call does something about, in the order it was parked.
-_Waiting = dict[int, weakref.WeakValueDictionary[int, Parked]]
+# What a call does something about, in the order it was parked; some may be gone by then.
+_Waiting = dict[int, list[weakref.ref[Parked]]]
+_MANY_WAITING = 64
 
 
 class Lot:
@@ -354,7 +360,6 @@ class Lot:
         self._leaving = _waiting(place + entry.release for place, entry in entries)
         self._coming = _waiting(place + entry.fetch for place, entry in entries)
         self._lanes: dict[torch.device | torch.cuda.Stream, _Lane] = {}
-        self._numbers = itertools.count()
 
     def needs(self, place: int) -> bool:
         """Whether something leaves or comes back with a call."""
@@ -364,10 +369,10 @@ class Lot:
         """Let a tensor's storage be copied to the host when its call has ended."""
         rank = (place, self._order[place, entry.key])
         parked = Parked(self._lane(tensor.device), tensor, entry.release, rank)
-        number = next(self._numbers)
-        self._sent[place][number] = parked
-        self._leaving[place + entry.release][number] = parked
-        self._coming[place + entry.fetch][number] = parked
+        known = weakref.ref(parked)
+        _add(self._sent, place, known)
+        _add(self._leaving, place + entry.release, known)
+        _add(self._coming, place + entry.fetch, known)
         return parked
 
     def _lane(self, device: torch.device) -> _Lane:
@@ -380,7 +385,8 @@ class Lot:
 
     def call_ended(self, place: int, out: Any, on_backward: Callable[[], None]) -> None:
         """Send what the call parked, let go what leaves now, and see backward come to it."""
-        send(_emptied(self._sent, place))
+        if sent := _emptied(self._sent, place):
+            send(sent)
         for parked in _emptied(self._leaving, place):
             parked.leave()
         if place not in self._coming:
@@ -390,13 +396,23 @@ class Lot:
             on_backward()
             fetch(_emptied(self._coming, place))
 
-        for leaf in tree_leaves(out):
+        # Torch's own flattening takes longer than all the rest of this.
+        for leaf in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
                 leaf.register_hook(entered)
 
 
 def _waiting(places: Iterable[int]) -> _Waiting:
-    return {place: weakref.WeakValueDictionary() for place in places}
+    return {place: [] for place in places}
+
+
+def _add(waiting: _Waiting, place: int, known: weakref.ref[Parked]) -> None:
+    """Let one wait for a call; where the call never comes, those that are gone do not pile up."""
+    entries = waiting[place]
+    entries.append(known)
+    count = len(entries)
+    if count >= _MANY_WAITING and count & (count - 1) == 0:
+        waiting[place] = [one for one in entries if one() is not None]
 
 
 def _emptied(waiting: _Waiting, place: int) -> list[Parked]:
@@ -404,9 +420,8 @@ def _emptied(waiting: _Waiting, place: int) -> list[Parked]:
     entries = waiting.get(place)
     if not entries:
         return []
-    found = list(entries.values())
-    entries.clear()
-    return found
+    waiting[place] = []
+    return [parked for known in entries if (parked := known()) is not None]
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
