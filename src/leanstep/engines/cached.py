@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from leanstep.eager import seldom_compiled
-from leanstep.engines.context import Context, ReplayError, unpack
+from leanstep.engines.context import Context, ReplayError
 from leanstep.engines.live import LiveCall, storage_copy
 from leanstep.engines.randomness import CudaDraw, cuda_state
+from leanstep.engines.ready import unpack
 from leanstep.engines.recording import GENERATOR, RecordedOp, Ref, look_at, without_history
 from leanstep.engines.straight import StraightOps
 from leanstep.ir import Value

@@ -6,7 +6,6 @@ refers to a handle, so nothing here is a cycle and everything goes when autograd
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -227,9 +226,3 @@ class ObservedHandle(Handle):
             size = "×".join(map(str, self.ref.size))
             self._observer.compare(name, f"a dropped tensor of {size}", self._seen, tensor)
         return tensor
-
-
-def unpack(packed: Any) -> torch.Tensor:
-    """Answer autograd: a kept tensor is itself, a handle is rebuilt."""
-    tensor: torch.Tensor = packed if isinstance(packed, torch.Tensor) else packed.tensor()
-    return tensor

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from leanstep.eager import seldom_compiled
-from leanstep.engines.context import Context, unpack
-from leanstep.engines.ready import ReadyOps
+from leanstep.engines.context import Context
+from leanstep.engines.ready import ReadyOps, unpack
 from leanstep.engines.recording import GENERATOR, CallRecorder, RecordedOp, Ref
 from leanstep.engines.scope import Scope
 from leanstep.ir import Value

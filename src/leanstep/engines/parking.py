@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from leanstep.engines.observer import Observer
-from leanstep.engines.ready import Source
+from leanstep.engines.ready import Source, unpack
 from leanstep.engines.recording import look_at, without_history
 from leanstep.ir import Offload, Plan
 from leanstep.ir.decision import INPUT
@@ -178,7 +178,7 @@ class Parked:
             )
         if not self._has_left:
             return self._tensor
-        if self.bytes is None:
+        if self.is_gone:
             fetch([self])
         self._wait_for_copies()
         assert self.bytes is not None
@@ -334,12 +334,7 @@ def hooks_of(keep: Keep) -> AbstractContextManager[Any]:
         number = next(numbers)
         return keep(tensor, number) if has_storage(tensor) else tensor
 
-    return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
-
-
-def _unpack(packed: Any) -> torch.Tensor:
-    tensor: torch.Tensor = packed if isinstance(packed, torch.Tensor) else packed.tensor()
-    return tensor
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 # What a call does something about, in the order it was parked; some may be gone by then.

@@ -53,6 +53,12 @@ class Source:
         return self._tensor
 
 
+def unpack(packed: Any) -> torch.Tensor:
+    """Answer autograd: a kept tensor is itself, a handle is rebuilt."""
+    tensor: torch.Tensor = packed if isinstance(packed, torch.Tensor) else packed.tensor()
+    return tensor
+
+
 class Held:
     """What the replays of one call work on: its sources, and what is rebuilt at the moment.
 

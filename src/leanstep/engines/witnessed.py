@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from leanstep.engines.context import Context, unpack
+from leanstep.engines.context import Context
 from leanstep.engines.live import LiveCall
 from leanstep.engines.observer import Observer
+from leanstep.engines.ready import unpack
 from leanstep.engines.recording import CallRecorder
 from leanstep.engines.scope import Scope
 from leanstep.engines.whole import EVERYTHING
