@@ -1,4 +1,4 @@
-"""The twins of tests/support, as a fixture."""
+"""The twins of tests/support, as a fixture, and compiled blocks without a compiler."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -9,7 +9,9 @@ torch = pytest.importorskip("torch")
 
 import twins  # noqa: E402
 
+from leanstep import torch_compiler  # noqa: E402
 from leanstep.blockgraph import BlockGraph  # noqa: E402
+from leanstep.engines.inductor import CompiledForm  # noqa: E402
 from leanstep.ir import Engine  # noqa: E402
 
 
@@ -36,3 +38,15 @@ def lab() -> Iterator[SimpleNamespace]:
         ROWS=twins.ROWS,
     )
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let graphs of compiled blocks run op by op: a compiler of C++ takes seconds for each."""
+    torch._dynamo.reset()
+    plain = {
+        "compile_graph": torch_compiler.compile_to_python,
+        "compile_alone": torch_compiler.compile_alone_to_python,
+    }
+    for name, function in plain.items():
+        monkeypatch.setattr(CompiledForm, name, staticmethod(function))

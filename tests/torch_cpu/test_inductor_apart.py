@@ -10,7 +10,6 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from leanstep import torch_compiler  # noqa: E402
 from leanstep.engines import apart, inductor  # noqa: E402
 from leanstep.engines.apart import Dropper, Rebuild  # noqa: E402
 from leanstep.engines.inductor import PRECISE, CompiledForm  # noqa: E402
@@ -21,7 +20,10 @@ from leanstep.forms.kinds import Example  # noqa: E402
 from leanstep.forms.trial import Trial  # noqa: E402
 
 # Dynamo looks at the gradient of every tensor it is given.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+    pytest.mark.usefixtures("without_compiler"),
+]
 
 
 class Block(nn.Module):
@@ -34,17 +36,6 @@ class Block(nn.Module):
         inner = torch.tanh(self.up(self.norm(x)))
         inner = torch.nn.functional.dropout(inner, 0.25)
         return x + self.down(inner.sin() * inner)
-
-
-@pytest.fixture(autouse=True)
-def without_compiler(monkeypatch):
-    torch._dynamo.reset()
-    plain = {
-        "compile_graph": torch_compiler.compile_to_python,
-        "compile_alone": torch_compiler.compile_alone_to_python,
-    }
-    for name, function in plain.items():
-        monkeypatch.setattr(CompiledForm, name, staticmethod(function))
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from leanstep import torch_compiler  # noqa: E402
 from leanstep.engines.inductor import PRECISE, CompiledForm  # noqa: E402
 from leanstep.engines.joint import is_draw  # noqa: E402
 from leanstep.errors import MeasureError  # noqa: E402
-from leanstep.forms import compiled  # noqa: E402
+from leanstep.forms import compiled, cuts  # noqa: E402
 from leanstep.forms.capture import capture  # noqa: E402
 from leanstep.forms.costs import is_own_kernel, is_reduction, node_bytes, node_seconds  # noqa: E402
-from leanstep.forms.cuts import Candidate, candidates, kept_bytes, unplanned  # noqa: E402
+from leanstep.forms.cuts import Candidate, kept_bytes, unplanned  # noqa: E402
 from leanstep.forms.kinds import Example, Sighting  # noqa: E402
 from leanstep.forms.pointwise import pointwise_again  # noqa: E402
 
@@ -55,17 +55,6 @@ def everything_kept(joint):
     return Candidate("everything", kept, kept_bytes(joint, kept), 0.0)
 
 
-@pytest.fixture
-def without_compiler(monkeypatch):
-    torch._dynamo.reset()
-    plain = {
-        "compile_graph": torch_compiler.compile_to_python,
-        "compile_alone": torch_compiler.compile_alone_to_python,
-    }
-    for name, function in plain.items():
-        monkeypatch.setattr(CompiledForm, name, staticmethod(function))
-
-
 def large(joint, candidate):
     """What is kept and as large as an activation."""
     return {name for name in candidate.kept if node_bytes(joint.by_name[name]) >= 64 * 256 * 4}
@@ -96,7 +85,9 @@ def test_statistics_are_kept_for_it_where_torch_does_not_keep_them():
 def test_masks_are_not_drawn_again_for_nothing():
     _, joint = captured(Block(dropout=0.1), 64, 256)
     first = unplanned(joint)
-    for one in pointwise_again(joint, first):
+    smaller = pointwise_again(joint, first)
+    assert smaller
+    for one in smaller:
         _, again = joint.closed(one.kept)
         assert not any(is_draw(node) for node in again), one
 
@@ -112,10 +103,8 @@ def test_an_input_that_nobody_else_holds_is_not_held_for_it():
 
     _, joint = captured(Scaled(), 32, 64)
     first = unplanned(joint)
-    for one in pointwise_again(joint, first):
-        _, again = joint.closed(one.kept)
-        inputs = {source for node in again for source in node.all_input_nodes}
-        assert not any(node.op == "placeholder" and node.name == "primals_1" for node in inputs)
+    # Of its input all that is kept could be made.
+    assert first.nbytes and not pointwise_again(joint, first)
 
 
 def test_a_chain_may_be_longer_than_python_s_stack():
@@ -125,14 +114,14 @@ def test_a_chain_may_be_longer_than_python_s_stack():
             self.inner = nn.Linear(64, 64)
 
         def forward(self, x):
-            y = self.inner(x)
+            first = y = self.inner(x)
             for number in range(600):
                 y = y + number
-            return self.inner(y.sin())
+            return self.inner(y.sin() * first)
 
     _, joint = captured(Chain(), 32, 64)
     whole = everything_kept(joint)
-    assert all(one.nbytes < whole.nbytes for one in pointwise_again(joint, whole))
+    assert pointwise_again(joint, whole)
 
 
 def test_its_bits_are_those_of_the_whole(without_compiler):
@@ -178,7 +167,9 @@ def test_a_block_whose_draws_cannot_be_compiled_is_left_out(monkeypatch):
         compiled._kind(sighting, CPU, compiled._effort(1), exact=True)
 
 
-def test_what_is_rebuilt_apart_starts_from_the_smaller_form(without_compiler):
+def test_what_is_rebuilt_apart_starts_from_the_smaller_form(without_compiler, monkeypatch):
+    # Which form is the faster here says nothing.
+    monkeypatch.setattr(compiled, "without_beaten", tuple)
     module = Block()
     x = torch.randn(64, 256, requires_grad=True)
     example = Example(module, (), (x,), {}, ())
@@ -188,12 +179,10 @@ def test_what_is_rebuilt_apart_starts_from_the_smaller_form(without_compiler):
     first = unplanned(joint)
     wholes = {form.whole for form in kind.forms if form.whole}
     assert all(form.exact for form in kind.forms)
-    assert all(set(whole) < set(first.kept) for whole in wholes)
+    assert wholes and all(set(whole) < set(first.kept) for whole in wholes)
 
 
 def test_no_form_keeps_more_than_torch_does_unasked():
-    _, joint = captured(Block(dropout=0.1), 64, 256)
-    first = unplanned(joint)
-    others = candidates(joint, dict.fromkeys(joint.forward, 1e-6), first, 8)
-    assert others
-    assert all(other.nbytes < first.nbytes for other in others)
+    first, less = Candidate("first", ("a",), 200, 2.0), Candidate("less", (), 100, 3.0)
+    more = [Candidate("more", ("a", "b"), 300, firm, is_firm=bool(firm)) for firm in (0.0, 1.0)]
+    assert cuts._spread(first, [*more, less], 8) == [less]
