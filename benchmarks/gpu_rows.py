@@ -37,8 +37,8 @@ def line(row, eager):
 def how(row):
     """What is special about a row of ours."""
     inexact = "" if row["exact"] else ", inexact"
-    inexact += ", fit" if row.get("is_fitted") else ""
-    return inexact if row["offload"] else f"{inexact}, no offload"
+    alone = "" if row["offload"] else ", no offload"
+    return inexact + alone + (", fit" if row.get("is_fitted") else "")
 
 
 def load(path):

@@ -3,8 +3,8 @@
 Products, convolutions and attention are timed on the device. What Inductor fuses costs memory
 traffic, not a kernel each: next to nothing where a fused kernel of backward reads the result, a
 write and a read where a kernel of somebody else's wants it in memory. Reductions read their input
-once more. Random numbers are arithmetic rather than traffic, an order of magnitude dearer on a GPU:
-those that Inductor draws are timed as a program of its own. These are for finding sets worth
+once more. Random numbers are arithmetic rather than traffic, and dearer than that on a GPU: those
+that Inductor draws are timed as a program of its own. These are for finding sets worth
 compiling: what a form costs is measured.
 """
 
