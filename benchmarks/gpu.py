@@ -7,7 +7,9 @@
 
 Every peer's peak is given to leanstep as its budget. Each method gets a few warm steps, then the
 median of several; eager runs first and last. Rows are appended, so models and peers can be run one
-at a time; a ratio is taken only between rows of one call.
+at a time; a ratio is taken only between rows of one call. With `--rounds 6` a peer and ours take
+turns, that often: where a step waits for the host, and the host is busy besides, one after the
+other is not side by side.
 """
 
 import argparse
@@ -86,6 +88,22 @@ def regional_checkpointed(blocks):
     torch._dynamo.reset()
 
 
+@contextmanager
+def switched_off(blocks):
+    """The blocks without what a peer has put in front of them, for a while."""
+    compiled = [(block, block._compiled_call_impl) for block in blocks]
+    replaced = [(block, forward) for block in blocks if (forward := vars(block).pop("forward", 0))]
+    for block in blocks:
+        block._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for block, call in compiled:
+            block._compiled_call_impl = call
+        for block, forward in replaced:
+            block.forward = forward
+
+
 def offloaded(blocks):
     return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
 
@@ -132,7 +150,7 @@ class Bench:
             "torch": torch.__version__,
             "command": " ".join(sys.argv),
         }
-        self.rows = []
+        self.rows, self.profiles = [], {}
 
     def step(self):
         self.loss(self.model, self.batch).backward()
@@ -148,8 +166,7 @@ class Bench:
         row = {**self.common, "method": method, **facts}
         try:
             row.update(self._measured())
-            if self.options.kernels and self.device.type == "cuda":
-                row["kernels"] = self.kernels()
+            row.update(self.kernels())
         except torch.OutOfMemoryError as error:
             row["failed"] = str(error).partition("\n")[0]
         self.tidy()
@@ -164,32 +181,47 @@ class Bench:
         return row
 
     def _measured(self):
-        start = time.perf_counter()
-        for _ in range(self.options.warm):
-            self.step()
-        self.synchronize()
-        warm_seconds = time.perf_counter() - start
+        warm_seconds = self.warmed(self.options.warm)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        seconds, issued = [], []
-        for _ in range(self.options.timed):
-            self.synchronize()
-            start = time.perf_counter()
-            self.step()
-            issued.append(time.perf_counter() - start)
-            self.synchronize()
-            seconds.append(time.perf_counter() - start)
-        found = {"seconds": statistics.median(seconds), "warm_seconds": warm_seconds}
-        # Near to the time of the step, the host cannot keep the device busy.
-        found["issue_seconds"] = statistics.median(issued)
-        found["all_seconds"] = seconds
+        found = self.figures(self.timed(self.options.timed))
         if self.device.type == "cuda":
             found["peak_bytes"] = torch.cuda.max_memory_allocated()
             found["reserved_bytes"] = torch.cuda.max_memory_reserved()
-        return found
+        return {"warm_seconds": warm_seconds, **found}
+
+    def warmed(self, count):
+        start = time.perf_counter()
+        for _ in range(count):
+            self.step()
+        self.synchronize()
+        return time.perf_counter() - start
+
+    def timed(self, count):
+        """Of each step, the seconds until it is issued and until it is done."""
+        times = []
+        for _ in range(count):
+            self.synchronize()
+            start = time.perf_counter()
+            self.step()
+            issued = time.perf_counter() - start
+            self.synchronize()
+            times.append((issued, time.perf_counter() - start))
+        return times
+
+    def figures(self, times):
+        issued, seconds = zip(*times, strict=True)
+        return {
+            "seconds": statistics.median(seconds),
+            # Near to the time of the step, the host cannot keep the device busy.
+            "issue_seconds": statistics.median(issued),
+            "all_seconds": seconds,
+        }
 
     def kernels(self):
-        """The seconds that the device works in one step, by the kind of kernel."""
+        """The seconds that the device works in one step, by the kind of kernel, if asked for."""
+        if not self.options.kernels or self.device.type != "cuda":
+            return {}
         activities = [torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profiler:
             self.step()
@@ -199,7 +231,7 @@ class Bench:
             if event.device_type == torch.autograd.DeviceType.CUDA:
                 kind = kernel_kind(event.name)
                 seconds[kind] += event.time_range.elapsed_us() / 1e6
-        return seconds
+        return {"kernels": seconds}
 
     def tidy(self):
         self.optimizer.zero_grad(set_to_none=True)
@@ -214,6 +246,10 @@ class Bench:
         blocks = [self.model.get_submodule(b.path) for b in profile.blocks if not b.children]
         blocks = list(dict.fromkeys(blocks))
         budgets = {}
+        if options.rounds:
+            for peer, engine in itertools.product(options.peers, options.engines):
+                self.in_turns(peer, engine, blocks)
+            return
         for peer in options.peers:
             with PEERS[peer](blocks):
                 row = self.measure(peer)
@@ -279,6 +315,43 @@ class Bench:
         finally:
             applied.remove()
 
+    def in_turns(self, peer, engine, blocks):
+        """A peer and ours, in its peak, one after the other and again."""
+        common = {"rounds": self.options.rounds}
+        with PEERS[peer](blocks):
+            at_first = self._measured()
+            with switched_off(blocks):
+                if engine not in self.profiles:
+                    self.profiles[engine] = self.profiled(engine=engine)
+                    self.note_forms(self.profiles[engine][0])
+                profile, profile_seconds = self.profiles[engine]
+                budget = at_first.get("peak_bytes", int(0.6 * profile.peak_bytes))
+                plan = leanstep.plan(profile, budget, engine=engine)
+                applied = leanstep.apply(self.model, plan)
+                ours = self._measured()
+                kernels = self.kernels()
+                applied.set_aside()
+            times = {peer: [], "leanstep": []}
+            for _ in range(self.options.rounds):
+                self.warmed(2)
+                times[peer] += self.timed(self.options.timed)
+                with switched_off(blocks):
+                    applied.resume()
+                    self.warmed(2)
+                    times["leanstep"] += self.timed(self.options.timed)
+                    applied.set_aside()
+            peers_kernels = self.kernels()
+        applied.remove()
+        found = {**at_first, **self.figures(times[peer]), **peers_kernels}
+        self.note({**self.common, "method": peer, **common, **found})
+        facts = {"engine": engine, "at": peer, "exact": True, "offload": True, **common}
+        facts |= {"profile_seconds": profile_seconds, "budget_bytes": budget}
+        facts |= {"predicted_peak_bytes": plan.peak_bytes, "host_bytes": plan.host_bytes}
+        facts["predicted_seconds"] = profile.step_seconds + plan.extra_seconds
+        found = {**ours, **self.figures(times["leanstep"]), **kernels}
+        self.note({**self.common, "method": "leanstep", **facts, **found})
+        self.tidy()
+
     def fitted(self, budget, facts):
         """As a user has it: with what a first measured step teaches, and planned again."""
         facts |= {"budget_bytes": budget, "is_fitted": True}
@@ -342,6 +415,7 @@ def arguments():
     )
     run.add_argument("--warm", type=int, default=WARM, help="steps before those that are timed")
     run.add_argument("--timed", type=int, default=TIMED)
+    run.add_argument("--rounds", type=int, default=0, help="let each peer and ours take turns")
     run.add_argument("--kernels", action="store_true", help="say where the device's time goes")
     run.add_argument("--json", type=Path, help="append rows to this file")
     run.set_defaults(do=lambda options: Bench(options).run())

@@ -32,6 +32,7 @@ from leanstep.step import Loss, TrainingStep, make_step
 from leanstep.truth import (
     UNCUT_BYTES,
     StepTime,
+    forward_waits_for_cpu,
     median_step_time,
     peak_rise_bytes,
     resident_bytes,
@@ -137,12 +138,19 @@ def profile_for(step: TrainingStep, engine: str, *, exact: bool = True) -> Profi
             fits = first_run_fits(step)
             unmeasured = StepTime(draft.step_seconds)
             took = median_step_time(step.run, step.device) if fits else unmeasured
+            waits = fits and forward_waits_for_cpu(step, took)
             # Anew: what the compiler has left on the device stays there.
             other_bytes = max(0, resident_bytes(step) - static_bytes(draft) + draft.other_bytes)
             rise = _measured_rise(step, 1) if fits else 0
     finally:
         applied.remove()
-    draft = dataclasses.replace(draft, step_seconds=took.seconds, fits_device=fits, slack_bytes=0)
+    draft = dataclasses.replace(
+        draft,
+        step_seconds=took.seconds,
+        fits_device=fits,
+        slack_bytes=0,
+        copy_seconds=recorded.copy_seconds_at(took.issue_seconds) if waits else 0.0,
+    )
     return with_peak(draft, other_bytes, rise)
 
 
@@ -158,12 +166,16 @@ def profile_step(step: TrainingStep) -> Profile:
         # Optimizer state is made at the first step; it must be there before the recorded one.
         fits = first_run_fits(step)
         took = median_step_time(step.run, step.device) if fits else StepTime()
+        waits = fits and forward_waits_for_cpu(step, took)
         resident = resident_bytes(step)
         company = Company()
         graph = record(step, signatures, attic=None if fits else Attic(), company=company)
         check_graph(graph)
         rise = _measured_rise(step, _repeats(graph)) if fits else 0
     draft = assemble(step, graph, signatures, company, took, fits_device=fits)
+    if waits:
+        copy_seconds = draft.copy_seconds_at(took.issue_seconds)
+        draft = dataclasses.replace(draft, copy_seconds=copy_seconds)
     return with_peak(draft, max(0, resident - static_bytes(draft)), rise)
 
 
@@ -185,8 +197,7 @@ def assemble(
     marks = marks_of(step.model)
     blocks = find_blocks(step.model, graph, [path for path, _ in marks])
     check_blocks(graph, blocks)
-    is_bound = is_launch_bound(took.issue_seconds, ops_seconds, took.seconds)
-    return Profile(
+    found = Profile(
         graph=graph,
         blocks=blocks,
         costs=tuple(with_recipes(costs, signatures.specs, step.device)),
@@ -202,8 +213,9 @@ def assemble(
         fits_device=fits_device,
         company=tuple(company.notes(blocks)),
         link=measured_link(step.device),
-        issue_seconds=took.issue_seconds if is_bound else 0.0,
     )
+    is_bound = is_launch_bound(took.issue_seconds, ops_seconds, took.seconds)
+    return found.waiting_for_cpu(took.issue_seconds) if is_bound else found
 
 
 def _sum_seconds(graph: Graph, costs: Sequence[Cost]) -> float:

@@ -64,6 +64,7 @@ def condense(profile: Profile, kind_of: Mapping[int, int], kinds: Sequence[Kind]
         is_compiled=True,
         # Compiled code issues its kernels in no time.
         issue_seconds=0.0,
+        copy_seconds=0.0,
         exclusions=(*profile.exclusions, *dict.fromkeys(exclusions)),
     )
 

@@ -45,11 +45,11 @@ def with_cpu_seconds(profile: Profile, plan: Plan, verdict: Verdict) -> Profile 
     extra_seconds = verdict.measured_seconds - verdict.baseline_seconds
     issue_seconds = verdict.issue_seconds
     for _ in range(_ROUNDS):
-        found = simulate(replace(profile, issue_seconds=issue_seconds), plan).extra_seconds
+        found = simulate(profile.waiting_for_cpu(issue_seconds), plan).extra_seconds
         if found <= 0:
             return None
         issue_seconds *= extra_seconds / found
-    return replace(profile, issue_seconds=issue_seconds)
+    return profile.waiting_for_cpu(issue_seconds)
 
 
 def _with_slack(profile: Profile, more_bytes: int) -> Profile:

@@ -5,13 +5,12 @@ The recorded step gives the level at each op; a plan is the sum of the effects o
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from leanstep.blockgraph import BlockGraph, views_of
-from leanstep.effects import Effect, Replay, Shift, decision_effect, offload_shifts
+from leanstep.effects import Effect, Replay, Shift, decision_effect, with_offload
 from leanstep.errors import PlanError
 from leanstep.ir import (
     Category,
@@ -49,8 +48,7 @@ def plan_effects(profile: Profile, plan: Plan) -> list[Effect]:
         gone = _check_borders(view, dropped, gone) if dropped else dropped
         if decision.engine is not Engine.UNTOUCHED:
             effect = decision_effect(profile, view, decision)
-            parked = offload_shifts(views, place, decision.offload)
-            effects.append(replace(effect, shifts=(*effect.shifts, *parked)))
+            effects.append(with_offload(effect, views, place, decision.offload))
     return effects
 
 

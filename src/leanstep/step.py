@@ -67,6 +67,15 @@ class TrainingStep:
         self.compute_loss().backward()
         self.update()
 
+    def run_noting(self, forward_ended: Callable[[], None]) -> None:
+        """The same, and say when forward is through."""
+        loss = self.compute_loss()
+        forward_ended()
+        loss.backward()
+        # Not held: an output may be an activation.
+        del loss
+        self.update()
+
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """Every parameter the step touches: the model's, and others the optimizer holds."""
         seen = set[int]()

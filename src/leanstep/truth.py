@@ -29,6 +29,9 @@ from leanstep.torch_private import local_tensor, memory_event_bytes, storage_add
 _MARKER_BYTES = 1_000_003
 _ENOUGH_SECONDS = 3.0
 
+# The share of a time that counts as all of it: machines are moody.
+_MOSTLY = 0.8
+
 # The CUDA caching allocator hands out multiples of this, and counts them.
 _CUDA_ROUNDING_BYTES = 512
 
@@ -138,6 +141,37 @@ def median_step_time(
     while len(times) < repeats and sum(one.seconds for one in times) < _ENOUGH_SECONDS:
         times.append(step_time(step, device))
     return sorted(times)[len(times) // 2]
+
+
+def forward_waits_for_cpu(step: TrainingStep, took: StepTime) -> bool:
+    """Whether the device has done all of forward as soon as the CPU has issued it.
+
+    Backward may well leave the CPU time to spare, and the step on the whole: it has larger kernels.
+    """
+    if not took.issue_seconds:
+        return False
+    repeats = 3 if 3 * took.seconds < _ENOUGH_SECONDS else 1
+    shares = sorted(_forward_share(step) for _ in range(repeats))
+    return shares[repeats // 2] >= _MOSTLY
+
+
+def _forward_share(step: TrainingStep) -> float:
+    """What of the time that the device takes for forward, the CPU takes to issue it."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    stream = torch.cuda.current_stream(step.device)
+    issue_seconds = 0.0
+
+    def forward_ended() -> None:
+        nonlocal issue_seconds
+        issue_seconds = time.perf_counter() - start
+        end.record(stream)
+
+    _synchronize(step.device)
+    begin.record(stream)
+    start = time.perf_counter()
+    step.run_noting(forward_ended)
+    _synchronize(step.device)
+    return issue_seconds / (1e-3 * float(begin.elapsed_time(end)))
 
 
 def _synchronize(device: torch.device) -> None:

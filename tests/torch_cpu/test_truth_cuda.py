@@ -1,9 +1,12 @@
 """What is asked of CUDA's allocator, with a stand-in for it: there is no GPU here."""
 
+import time
+
 import pytest
 import torch
 
 from leanstep import truth
+from leanstep.step import TrainingStep
 
 
 @pytest.fixture
@@ -60,3 +63,44 @@ def test_a_cpu_reserves_nothing_and_issues_nothing():
 
 def test_segments_that_expand_are_seen(allocator):
     assert truth.has_expandable_segments(torch.device("cuda"))
+
+
+class Watch:
+    """A stand-in for an event: the device needs so long for what comes between two of them."""
+
+    milliseconds = 0.0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: object) -> None:
+        pass
+
+    def elapsed_time(self, other: "Watch") -> float:
+        return self.milliseconds
+
+
+@pytest.mark.parametrize(("milliseconds", "waits"), [(20.0, True), (200.0, False)])
+def test_forward_waits_for_the_cpu_where_the_device_is_done_when_all_is_issued(
+    allocator, monkeypatch, milliseconds, waits
+):
+    monkeypatch.setattr(torch.cuda, "Event", Watch)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
+    monkeypatch.setattr(Watch, "milliseconds", milliseconds)
+    forwards = []
+
+    def loss(model, batch):
+        forwards.append(time.sleep(0.02))
+        return model(batch).sum()
+
+    model = torch.nn.Linear(3, 3)
+    step = TrainingStep(model, torch.ones(3), loss)
+
+    assert truth.forward_waits_for_cpu(step, truth.StepTime(0.2, 0.02)) is waits
+    assert len(forwards) == 3 and model.weight.grad is None
+
+
+def test_a_cpu_waits_for_nobody():
+    step = TrainingStep(torch.nn.Linear(3, 3), torch.ones(3), None)
+
+    assert not truth.forward_waits_for_cpu(step, truth.StepTime(0.2, 0.0))

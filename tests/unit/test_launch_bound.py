@@ -56,3 +56,12 @@ def test_an_op_that_takes_the_device_longer_than_the_cpu_costs_device_time():
     assert simulate(slow, plan).extra_seconds == pytest.approx(
         simulate(profile, plan).extra_seconds
     )
+
+
+def test_a_step_that_waits_for_the_cpu_waits_for_its_copies_too():
+    profile = chain_profile([[Layer(100, 1e-3)] * 2] * 2, input_bytes=100, head_bytes=100)
+
+    slow = profile.waiting_for_cpu(1.0)
+
+    assert slow.issue_seconds == 1.0 and not profile.copy_seconds
+    assert slow.copy_seconds == profile.copy_seconds_at(1.0) > slow.launch_seconds > 0

@@ -170,3 +170,50 @@ def test_large_copies_come_first_within_a_call() -> None:
     for decision in found.decisions:
         sizes = [entry.nbytes for entry in decision.offload]
         assert sizes == sorted(sizes, reverse=True)
+
+
+def num_copies(found: Plan) -> int:
+    return sum(len(decision.offload) for decision in found.decisions)
+
+
+@pytest.mark.parametrize("share", ["80%", "60%", "50%"])
+def test_where_copies_cost_the_cpu_more_than_they_save_there_are_none(share: str) -> None:
+    free = plan(steps(SLOW), share)
+    saved = plan(steps(None), share).extra_seconds - free.extra_seconds
+    dear = replace(steps(SLOW), copy_seconds=2 * saved)
+
+    found = plan(dear, share)
+
+    assert num_copies(free) and not num_copies(found)
+    assert found.extra_seconds == pytest.approx(plan(steps(None), share).extra_seconds)
+    # What others could do with the host's help is not proved to be more than it is.
+    assert found.bound_seconds <= found.extra_seconds
+
+
+def test_what_copies_cost_is_promised_with_the_rest() -> None:
+    free, alone = plan(steps(SLOW), "60%"), plan(steps(None), "60%")
+    saved = alone.extra_seconds - free.extra_seconds
+    dear = replace(steps(SLOW), copy_seconds=saved / num_copies(free) / 2)
+
+    found = plan(dear, "60%")
+
+    assert num_copies(found) > 0 and found.extra_seconds < alone.extra_seconds
+    by_decision = sum(decision.extra_seconds for decision in found.decisions)
+    assert found.extra_seconds == pytest.approx(by_decision)
+    counted, uncounted = simulate(dear, found), simulate(steps(SLOW), found)
+    copied = num_copies(found) * dear.copy_seconds
+    assert counted.extra_seconds == pytest.approx(uncounted.extra_seconds + copied)
+    # Beside what the engine's own hooks take.
+    assert counted.extra_seconds <= found.extra_seconds < 1.1 * counted.extra_seconds
+
+
+def test_where_only_the_host_helps_few_copies_are_made_if_they_cost() -> None:
+    with pytest.raises(BudgetError) as refused:
+        plan(steps(None), 1)
+    budget = int(0.99 * refused.value.floor_bytes)
+
+    free = plan(steps(SLOW), budget)
+    dear = plan(replace(steps(SLOW), copy_seconds=1.0), budget)
+
+    assert 0 < num_copies(dear) < num_copies(free)
+    assert dear.peak_bytes <= budget

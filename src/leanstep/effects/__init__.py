@@ -14,6 +14,7 @@ from leanstep.effects.inductor import form_effect as form_effect
 from leanstep.effects.module import module_effect as module_effect
 from leanstep.effects.offload import backward_entry as backward_entry
 from leanstep.effects.offload import offload_shifts as offload_shifts
+from leanstep.effects.offload import with_offload as with_offload
 from leanstep.effects.replay import replay_effect as replay_effect
 from leanstep.errors import PlanError
 from leanstep.ir import Decision, Engine, Form, Profile

@@ -46,19 +46,22 @@ class Replay:
 class Effect:
     """What one decision does to the step.
 
-    `added_seconds` is what the block's own ops take longer, beside the replays.
+    `added_seconds` is what the block's own ops take longer, beside the replays; `num_copies` the
+    values that wait on the host.
     """
 
     shifts: tuple[Shift, ...] = ()
     replays: tuple[Replay, ...] = ()
     added_seconds: float = 0.0
+    num_copies: int = 0
 
     def seconds(self, profile: Profile) -> float:
         """What it adds to the step: the time of all that runs again, and of the call's own work."""
         if not self.shifts and not self.replays:
             return self.added_seconds
         replayed = sum(replay.seconds(profile) for replay in self.replays)
-        return self.added_seconds + replayed + profile.call_seconds
+        copied = self.num_copies * profile.copy_seconds
+        return self.added_seconds + replayed + copied + profile.call_seconds
 
 
 def state_bytes(graph: Graph) -> int:

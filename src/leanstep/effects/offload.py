@@ -1,12 +1,21 @@
 """What it does to the step when kept values wait in host memory."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from leanstep.blockgraph import BlockGraph
-from leanstep.effects.base import Shift
+from leanstep.effects.base import Effect, Shift
 from leanstep.errors import PlanError
 from leanstep.ir import Offload
 from leanstep.ir.decision import INPUT
+
+
+def with_offload(
+    effect: Effect, views: Sequence[BlockGraph], place: int, entries: Sequence[Offload]
+) -> Effect:
+    """The effect of a decision, and of what it moves to the host."""
+    shifts = (*effect.shifts, *offload_shifts(views, place, entries))
+    return replace(effect, shifts=shifts, num_copies=len(entries))
 
 
 def offload_shifts(

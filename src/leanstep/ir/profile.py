@@ -1,6 +1,6 @@
 """What the profiler found out about one training step on one device."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from leanstep.ir.check import check_blocks, check_graph
 from leanstep.ir.codec import Saved
@@ -18,6 +18,10 @@ from leanstep.units import format_bytes, format_seconds
 # `benchmarks/replay_overhead.py --device cuda`, on BERT's layers with 28 saves each.
 _REPLAY_IN_OPS = 5.5
 _CALL_IN_OPS = 50.0
+
+# The same of a value that waits on the host, there and back, with what launches take longer while
+# it is copied. From steps with and without such, one after the other (`docs/benchmarks.md`).
+_COPY_IN_OPS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +73,10 @@ class Profile(Saved):
     not fit on its device (`fits_device`), its time is the sum over its ops. `link` is there where
     activations can be moved to host memory while the device computes. `issue_seconds` is the time
     the CPU takes to issue the step, where the device waits for it, or was seen to wait in a planned
-    one; else 0. With `is_compiled` the untouched step is the one with every block compiled in the
-    compiler's own form; `kinds` are the kinds of these blocks.
+    one; else 0. `copy_seconds` is what each value that waits on the host adds to the step, which is
+    the CPU's time for it: 0 where forward leaves the CPU time to spare. With `is_compiled` the
+    untouched step is the one with every block compiled in the compiler's own form; `kinds` are the
+    kinds of these blocks.
     """
 
     graph: Graph = field(repr=False)
@@ -92,6 +98,7 @@ class Profile(Saved):
     fits_device: bool = True
     link: Link | None = None
     issue_seconds: float = 0.0
+    copy_seconds: float = 0.0
     kinds: tuple[Kind, ...] = field(default=(), repr=False)
     is_compiled: bool = False
 
@@ -108,6 +115,15 @@ class Profile(Saved):
     @property
     def _seconds_an_op(self) -> float:
         return self.issue_seconds / max(1, len(self.graph.ops))
+
+    def waiting_for_cpu(self, issue_seconds: float) -> "Profile":
+        """The same of a step in which the device waits for the CPU all the time."""
+        copy_seconds = self.copy_seconds_at(issue_seconds)
+        return replace(self, issue_seconds=issue_seconds, copy_seconds=copy_seconds)
+
+    def copy_seconds_at(self, issue_seconds: float) -> float:
+        """The CPU's time for a value that waits on the host, if it issues the step in so long."""
+        return _COPY_IN_OPS * issue_seconds / max(1, len(self.graph.ops))
 
     def seconds(self, op_index: int) -> float:
         """The measured seconds of one op."""

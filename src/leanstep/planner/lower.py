@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from leanstep.blockgraph import NEVER_RERUN, BlockGraph, rerun
-from leanstep.effects import Effect, offload_shifts
+from leanstep.effects import Effect, with_offload
 from leanstep.ir import Decision, Engine, Fact, Kind, Offload, Plan, Profile, Timeline
 from leanstep.ir.text import some_names
 from leanstep.planner.explain import Account
@@ -37,7 +37,9 @@ def lower(
     account = Account(profile, [part.view for part, _ in picked], found, line, dropped)
     planned, unplanned = account.peaks(droppable)
     takes = [False, *(option.drops_border for _, option in picked)][: len(picked)]
+    num_copies = sum(effect.num_copies for effect in found)
     extra_seconds = sum(option.extra_seconds for _, option in picked)
+    extra_seconds += num_copies * profile.copy_seconds
     unplanned_seconds = sum(option.unplanned_seconds for _, option in picked)
     return Plan(
         solver=solver,
@@ -50,7 +52,9 @@ def lower(
         bound_seconds=min(bound_seconds - unplanned_seconds, extra_seconds),
         decisions=tuple(
             replace(
-                _decision(part, option, moved[place]), **account.share(place), border_in=border_in
+                _decision(profile, part, option, moved[place]),
+                **account.share(place),
+                border_in=border_in,
             )
             for place, ((part, option), border_in) in enumerate(zip(picked, takes, strict=True))
         ),
@@ -82,7 +86,7 @@ def _with_offload(
     found: Sequence[Effect], views: Sequence[BlockGraph], offload: Sequence[tuple[Offload, ...]]
 ) -> list[Effect]:
     return [
-        replace(effect, shifts=(*effect.shifts, *offload_shifts(views, place, own)))
+        with_offload(effect, views, place, own)
         for place, (effect, own) in enumerate(zip(found, offload, strict=True))
     ]
 
@@ -117,7 +121,9 @@ def _is_stuck(part: Part) -> bool:
     return bool(part.view.saved) and not part.options.options[-1].dropped
 
 
-def _form_decision(view: BlockGraph, option: Option, offload: tuple[Offload, ...]) -> Decision:
+def _form_decision(
+    profile: Profile, view: BlockGraph, option: Option, offload: tuple[Offload, ...]
+) -> Decision:
     unplanned, form = option.forms
     freed = unplanned.kept_bytes - form.kept_bytes
     return Decision(
@@ -128,7 +134,7 @@ def _form_decision(view: BlockGraph, option: Option, offload: tuple[Offload, ...
         drop=(),
         kept_bytes=form.kept_bytes,
         dropped_bytes=freed,
-        extra_seconds=option.extra_seconds,
+        extra_seconds=option.extra_seconds + len(offload) * profile.copy_seconds,
         why=f"compiled, {form.name.rpartition('/')[2]}"
         + (f", moves {len(offload)} of its saves to the host" if offload else ""),
         form=form.name,
@@ -136,10 +142,12 @@ def _form_decision(view: BlockGraph, option: Option, offload: tuple[Offload, ...
     )
 
 
-def _decision(part: Part, option: Option, offload: tuple[Offload, ...]) -> Decision:
+def _decision(
+    profile: Profile, part: Part, option: Option, offload: tuple[Offload, ...]
+) -> Decision:
     view = part.view
     if option.engine is Engine.INDUCTOR:
-        return _form_decision(view, option, offload)
+        return _form_decision(profile, view, option, offload)
     storages = view.graph.storages
     held = {save.value.storage for save in view.saves} & view.own_storages
     is_replayed = option.engine is Engine.REPLAY
@@ -155,7 +163,7 @@ def _decision(part: Part, option: Option, offload: tuple[Offload, ...]) -> Decis
         else (),
         kept_bytes=sum(storages[number].nbytes for number in held - option.dropped),
         dropped_bytes=sum(storages[number].nbytes for number in option.dropped),
-        extra_seconds=option.seconds,
+        extra_seconds=option.seconds + len(offload) * profile.copy_seconds,
         why="nothing in it can be dropped" if _is_stuck(part) and not offload else why,
         recipes=recipes,
         offload=offload,

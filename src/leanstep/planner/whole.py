@@ -1,5 +1,6 @@
 """The public verb: from a profile and a budget to a plan."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -25,6 +26,8 @@ from leanstep.units import parse_budget
 # what was not, as often as `MOST_SHARES` allows: each is a solve.
 FIRST_SHARES = (1.0, 0.9)
 MOST_SHARES = 5
+# And where every copy costs time, what it would be to move less.
+SMALLER_SHARES = (0.5, 0.25, 0.12, 0.06)
 
 # The least peak with the host's help is found to within this share of it, by trying budgets.
 FLOOR_TOLERANCE = 0.002
@@ -181,7 +184,7 @@ def plan_in(
         notes=space.notes,
         solver=found_solver.name,
         budget_bytes=budget_bytes,
-        bound_seconds=_bound(space, answer, budget_bytes),
+        bound_seconds=_bound(space, answer, budget_bytes, offload=offload),
         exact=space.exact,
         offload=answer.offload,
     )
@@ -202,11 +205,13 @@ class Answer:
     solution: Solution
     picked: list[tuple[Part, Option]]
     offload: tuple[tuple[Offload, ...], ...] = ()
+    copy_seconds: float = 0.0
 
     @property
     def extra_seconds(self) -> float:
         """The time that it costs."""
-        return sum(option.seconds for _, option in self.picked)
+        num_copies = sum(map(len, self.offload))
+        return sum(option.seconds for _, option in self.picked) + num_copies * self.copy_seconds
 
 
 def _with_more_room(
@@ -238,6 +243,12 @@ def _with_more_room(
             best = min(best or answer, answer, key=lambda one: one.extra_seconds)
         if fits == 1.0:
             break
+    if best and space.profile.copy_seconds:
+        lowest = solver.lowest(space.problem)
+        found = (lowest, *(solved(share * fits) for share in SMALLER_SHARES))
+        fewer = (_moved(space, solution, budget_bytes, least_seconds) for solution in found)
+        answers = [best, *(answer for answer in fewer if answer)]
+        best = min(answers, key=lambda one: one.extra_seconds)
     return best or _moved(space, solver.lowest(space.problem), budget_bytes, least_seconds)
 
 
@@ -258,15 +269,18 @@ def _moved(
         return None
     rows = zip(picked, with_hooks, moved, strict=True)
     used = [with_hook if own else alone for alone, with_hook, own in rows]
-    return Answer(solution, used, tuple(moved))
+    return Answer(solution, used, tuple(moved), space.profile.copy_seconds)
 
 
-def _bound(space: Space, answer: Answer, budget_bytes: int) -> float:
+def _bound(space: Space, answer: Answer, budget_bytes: int, *, offload: bool) -> float:
     """A lower bound for all plans of the space; the host can make up for so much and no more."""
-    if not answer.offload:
-        return bound_seconds(space, answer.solution, budget_bytes)
-    room = capacity_bytes(space.profile)
-    return relaxed_seconds(space.problem, budget_bytes + room)
+    room = capacity_bytes(space.profile) if offload and answer.extra_seconds else 0
+    alone = math.inf if answer.offload else bound_seconds(space, answer.solution, budget_bytes)
+    if not room:
+        return alone
+    # Something goes there, or nothing.
+    moved = relaxed_seconds(space.problem, budget_bytes + room) + space.profile.copy_seconds
+    return min(alone, moved)
 
 
 def bound_seconds(space: Space, solution: Solution, budget_bytes: int) -> float:
