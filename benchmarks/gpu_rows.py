@@ -116,7 +116,8 @@ def draw(rows, path):
             collect(call, points)
         for name, (color, own) in points.items():
             line_style = "o--" if "inexact" in name else "o-"
-            axis.plot(*zip(*sorted(own), strict=True), line_style, color=color, label=name)
+            ordered = zip(*sorted(own.values()), strict=True)
+            axis.plot(*ordered, line_style, color=color, label=name)
         axis.set(title=model, xlabel="peak × eager", ylabel="step time × eager")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
@@ -125,7 +126,10 @@ def draw(rows, path):
 
 
 def collect(call, points):
-    """The points of one call: peak and time of each method, as shares of that call's eager step."""
+    """The points of one call: peak and time of each method, as shares of that call's eager step.
+
+    What was measured again takes the place of what there was.
+    """
     eager = next(row for row in call if row["method"] == "eager")
     for row in call:
         if "failed" in row or "peak_bytes" not in row:
@@ -133,7 +137,7 @@ def collect(call, points):
         point = row["peak_bytes"] / eager["peak_bytes"], row["seconds"] / eager["seconds"]
         if row["method"] == "leanstep":
             name, color = f"leanstep {row['engine']}{how(row)}", OURS[row["engine"]]
-            points.setdefault(name, (color, []))[1].append(point)
+            points.setdefault(name, (color, {}))[1][row["at"]] = point
         for name, members in LINES.items():
             if row["method"] in members:
-                points.setdefault(name, (COLORS[name], []))[1].append(point)
+                points.setdefault(name, (COLORS[name], {}))[1][row["method"]] = point
