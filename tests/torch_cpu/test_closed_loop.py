@@ -6,11 +6,13 @@ import pytest
 import torch
 
 import leanstep
-from leanstep import api, fitter, models
+from leanstep import api, fitter, models, verifier
 from leanstep.api import is_launch_bound
+from leanstep.engines import attach
 from leanstep.engines.attach import is_attached
 from leanstep.ir import Profile
 from leanstep.simulator import simulate
+from leanstep.truth import StepTime
 
 NAME, SIZES = "gpt2-tiny", {"batch": 8}
 
@@ -261,3 +263,23 @@ def test_a_second_plan_that_is_wrong_is_not_kept_and_said(monkeypatch):
 
     assert len(plans) == 2 and fitted.plan == plans[0] == fitted.applied.plan
     assert fitted.verdict.exact
+
+
+def test_a_planned_step_is_timed_where_no_call_of_it_is_recorded(monkeypatch):
+    model, batch, loss, optimizer = models.build(NAME, **SIZES)
+
+    def num_recorded() -> int:
+        runners = [attach._runners[module] for module in model.modules() if is_attached(module)]
+        return runners[0].rounds.num_recorded if runners else 0
+
+    def timed(step, device):
+        before = num_recorded()
+        step()
+        return StepTime(10.0 if num_recorded() > before else 1.0)
+
+    monkeypatch.setattr(verifier, "step_time", timed)
+
+    fitted = leanstep.fit(model, batch, loss, optimizer=optimizer, budget="80%")
+
+    assert fitted.plan.changed and num_recorded()
+    assert fitted.verdict.measured_seconds == fitted.verdict.baseline_seconds == 1.0

@@ -32,11 +32,13 @@ from leanstep.units import format_bytes
 class Round:
     """The calls between two backward passes: occurrences are counted from its start.
 
-    In a rehearsal there is a observer. The `lot` holds what waits on the host.
+    In a rehearsal there is a observer. The `lot` holds what waits on the host. `num_recorded` is
+    how many calls that were recorded, in all rounds: such a one takes many times as long.
     """
 
     lot: Lot
     number: int = 0
+    num_recorded: int = 0
     backward_seen: bool = False
     active: bool = False
     borders: Borders = field(default_factory=Borders)
@@ -251,8 +253,12 @@ class BlockRuntime:
         gives = rounds.borders if self.gives[place] else None
         spaces = self._spaces(place, args, kwargs)
         context = Context(self.name, rounds.saw_backward, gate, gives, rounds.observer, spaces)
+        replay = self.replays[place]
+        num_recorded = replay.recorded
         with uncompiled():
-            return self.replays[place].run(context, module, forward, args, kwargs)
+            out = replay.run(context, module, forward, args, kwargs)
+        rounds.num_recorded += replay.recorded - num_recorded
+        return out
 
     def _spaces(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Spaces | None:
         """Where a call parks what goes to the host."""
