@@ -171,7 +171,7 @@ def _forward_share(step: TrainingStep) -> float:
     start = time.perf_counter()
     step.run_noting(forward_ended)
     _synchronize(step.device)
-    return issue_seconds / (1e-3 * float(begin.elapsed_time(end)))
+    return issue_seconds / max(1e-9, 1e-3 * float(begin.elapsed_time(end)))
 
 
 def _synchronize(device: torch.device) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from leanstep.engines import parking
+from leanstep.engines import lanes, parking
 
 writes = SimpleNamespace(first=None, how="")
 
@@ -156,7 +156,7 @@ def lane(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
-    found = parking._Lane(torch.device("cpu"), Stream())
+    found = lanes.Lane(torch.device("cpu"), Stream())
     found.taken_on = taken_on
     monkeypatch.setattr(torch, "empty", taken)
     return found
@@ -165,14 +165,14 @@ def lane(monkeypatch):
 @pytest.mark.parametrize("is_asked", [True, False])
 def test_all_memory_is_the_main_stream_s_wherever_it_is_let_go(lane, is_asked) -> None:
     saved = torch.arange(8.0)
-    parked = parking.Parked(lane, saved, group=0)
+    parked = lanes.Parked(lane, saved, group=0)
     with Stream():
-        parking.send([parked])
+        lanes.send([parked])
         assert not parked.leaving <= lane._main.past
         leaving = parked.leaving
         parked.leave()
         assert leaving <= lane._main.past
-        parking.fetch([parked])
+        lanes.fetch([parked])
         coming, host = parked.coming, parked.host
         assert leaving < coming and not coming <= lane._main.past
         if is_asked:
@@ -182,16 +182,16 @@ def test_all_memory_is_the_main_stream_s_wherever_it_is_let_go(lane, is_asked) -
     assert coming <= lane._main.past
     assert lane.taken_on == ["host", lane._main]
 
-    again = parking.Parked(lane, saved, group=0)
-    parking.send([again])
+    again = lanes.Parked(lane, saved, group=0)
+    lanes.send([again])
     assert again.host is host and coming <= again.leaving, "the last reader was waited for"
 
 
 def test_what_is_let_go_together_is_waited_for_once(lane) -> None:
     """An event each would cost the CPU more than some copies cost the link."""
     groups = {0: 1, 1: 3, 2: 1}
-    parked = [parking.Parked(lane, torch.arange(8.0) + n, group=g) for n, g in groups.items()]
-    parking.send(parked)
+    parked = [lanes.Parked(lane, torch.arange(8.0) + n, group=g) for n, g in groups.items()]
+    lanes.send(parked)
     first, second, third = (one.leaving for one in parked)
     assert first is third, "of one group: the event is behind the last of it"
     assert second is not first
@@ -201,12 +201,12 @@ def test_storages_leave_in_the_order_of_the_plan_and_come_back_the_other_way_rou
     """A call saves in an order of its own; whoever the plan has first must not wait for others."""
     ranks = [(1, 2), (1, 0), (1, 1)]
     parked = [
-        parking.Parked(lane, torch.arange(8.0), group=number, rank=rank)
+        lanes.Parked(lane, torch.arange(8.0), group=number, rank=rank)
         for number, rank in enumerate(ranks)
     ]
-    parking.send(parked)
+    lanes.send(parked)
     assert parked[1].leaving < parked[2].leaving < parked[0].leaving
     for one in parked:
         one.leave()
-    parking.fetch(parked)
+    lanes.fetch(parked)
     assert parked[0].coming < parked[2].coming < parked[1].coming
