@@ -29,8 +29,9 @@ from leanstep.torch_private import local_tensor, memory_event_bytes, storage_add
 _MARKER_BYTES = 1_000_003
 _ENOUGH_SECONDS = 3.0
 
-# The share of a time that counts as all of it: machines are moody.
+# The share of a time that counts as all of it: machines are moody. And the one that is much of it.
 _MOSTLY = 0.8
+_MUCH = 0.6
 
 # The CUDA caching allocator hands out multiples of this, and counts them.
 _CUDA_ROUNDING_BYTES = 512
@@ -147,8 +148,10 @@ def forward_waits_for_cpu(step: TrainingStep, took: StepTime) -> bool:
     """Whether the device has done all of forward as soon as the CPU has issued it.
 
     Backward may well leave the CPU time to spare, and the step on the whole: it has larger kernels.
+    But where it leaves most of it, forward was not issued late: it has waited for the device, for a
+    number.
     """
-    if not took.issue_seconds:
+    if took.issue_seconds < _MUCH * took.seconds or not took.issue_seconds:
         return False
     repeats = 3 if 3 * took.seconds < _ENOUGH_SECONDS else 1
     shares = sorted(_forward_share(step) for _ in range(repeats))
