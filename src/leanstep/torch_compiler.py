@@ -131,6 +131,32 @@ def compile_alone_with_inductor(
     return run
 
 
+def result_strides(compiled: Any) -> list[tuple[int, ...] | None]:
+    """How a compiled program lays out what it returns, as far as it tells.
+
+    Kernels may save in another order than ops would: convolutions like channels last.
+    """
+    told = getattr(compiled, "output_strides", None) or ()
+    return [_numbers(one) for one in told]
+
+
+def _numbers(stride: Sequence[Any] | None) -> tuple[int, ...] | None:
+    try:
+        return None if stride is None else tuple(map(int, stride))
+    except (TypeError, ValueError):
+        # It depends on a size that is not known beforehand.
+        return None
+
+
+def lay_out_inputs(graph: torch.fx.GraphModule, strides: Sequence[tuple[int, ...]]) -> None:
+    """Have a graph that will be compiled expect its inputs in these layouts."""
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    for node, stride in zip(inputs, strides, strict=True):
+        value = node.meta["val"]
+        if tuple(value.stride()) != stride:
+            node.meta["val"] = value.new_empty_strided(value.shape, stride)
+
+
 def compile_alone_to_python(
     graph: torch.fx.GraphModule, settings: dict[str, Any]
 ) -> Callable[[list[Any]], Sequence[Any]]:

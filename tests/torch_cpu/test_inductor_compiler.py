@@ -9,6 +9,8 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import leanstep  # noqa: E402
+from leanstep import torch_compiler  # noqa: E402
+from leanstep.engines import apart  # noqa: E402
 from leanstep.engines.inductor import PRECISE, CompiledForm  # noqa: E402
 from leanstep.forms import compiled as forms_compiled  # noqa: E402
 from leanstep.forms import cuts  # noqa: E402
@@ -119,3 +121,51 @@ def test_what_is_dropped_is_found_where_inductor_has_renamed_it():
             grads = torch.autograd.grad(out.square().sum(), [*inputs, *module.parameters()])
             results.append([out, *grads])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+class Bottleneck(nn.Module):
+    """Convolutions, which Inductor has save channels last whatever their inputs are."""
+
+    def __init__(self):
+        super().__init__()
+        self.narrow, self.wide = nn.Conv2d(16, 8, 1), nn.Conv2d(8, 16, 3, padding=1)
+
+    def forward(self, x):
+        return self.wide(self.narrow(x).relu()).relu() + x
+
+
+def test_a_rebuild_takes_what_forward_saves_as_forward_lays_it_out(monkeypatch):
+    torch.manual_seed(0)
+    module, x = Bottleneck(), torch.randn(4, 16, 8, 8, requires_grad=True)
+    joint = capture(Example(module, (), (x,), {}, ()), PRECISE)
+    whole = cuts.seeds_kept(joint)
+    products = [node.name for node in joint.nodes if "convolution.default" in str(node.target)]
+    kept = tuple(name for name in whole if name in products[:1])
+    sources = []
+    rebuilt = apart.Dropper._rebuilt
+
+    def seen(dropper, rebuild, arguments, settings):
+        saved = [arguments[place].stride() for place in rebuild.sources]
+        sources.extend(zip(saved, rebuild.strides, strict=True))
+        return rebuilt(dropper, rebuild, arguments, settings)
+
+    monkeypatch.setattr(apart.Dropper, "_rebuilt", seen)
+
+    def run(kept, whole):
+        form = CompiledForm(Bottleneck.forward, kept, PRECISE, whole)
+        out = form(module, (x,), {})
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), [x, *module.parameters()])]
+
+    unplanned, planned = run(whole, ()), run(kept, whole)
+
+    assert all(torch.equal(a, b) for a, b in zip(unplanned, planned, strict=True))
+    assert any(len(saved) == 4 and saved[1] == 1 for saved, _ in sources), "none channels last"
+    assert all(saved == expected for saved, expected in sources)
+
+
+def test_a_layout_that_depends_on_a_size_is_not_told_beforehand():
+    class Compiled:
+        output_strides = (("8", "1"), None, ("8*u0", "1"), ())
+
+    assert torch_compiler.result_strides(Compiled()) == [(8, 1), None, None, ()]
+    assert torch_compiler.result_strides(len) == []

@@ -15,6 +15,7 @@ import torch
 
 from leanstep.engines.settings import Settings, Switch, settings_now
 from leanstep.step import autocast_is_on, no_autocast
+from leanstep.torch_compiler import result_strides
 
 # A program as the compiler makes it: it empties the list of arguments that it is called with.
 Run = Callable[[list[Any]], Sequence[Any]]
@@ -26,7 +27,7 @@ class Rebuild:
 
     What is dropped has `places` among the results of forward, in order, and `arguments` among
     those of backward, as `sources` have. `strides` are those that the program expects of its
-    sources: kernels of forward may save otherwise.
+    sources: as kernels of forward save them, where that is known beforehand.
     """
 
     places: tuple[int, ...]
@@ -44,6 +45,7 @@ class Dropper:
         self.results: dict[str, int] = {}
         self._is_dropping = is_dropping
         self._strides: list[tuple[int, ...]] = []
+        self._told: list[tuple[int, ...] | None] = []
 
     def wrapped(self, graph: torch.fx.GraphModule, is_backward: bool) -> Callable[[Run], Run]:
         """What has the program of a graph get less from forward, or hand less to backward."""
@@ -55,7 +57,15 @@ class Dropper:
         self.results = {node.name: place for node, place in nodes}
         return self._forward
 
+    def stride(self, node: torch.fx.Node) -> tuple[int, ...]:
+        """How forward hands over a node, if it tells; else as ops would lay it out."""
+        place = self.results.get(node.name, len(self._told))
+        told = self._told[place] if place < len(self._told) else None
+        return tuple(node.meta["val"].stride()) if told is None else told
+
     def _forward(self, run: Run) -> Run:
+        self._told = result_strides(run)
+
         def forward(arguments: list[Any]) -> Sequence[Any]:
             rebuild = self.rebuild
             if rebuild is None or not self._is_dropping():

@@ -31,6 +31,7 @@ from leanstep.torch_compiler import (
     compile_with_inductor,
     compiler_errors,
     is_backward_compiled,
+    lay_out_inputs,
     recompile_limit,
     without_twins,
 )
@@ -42,7 +43,7 @@ from leanstep.torch_private import (
 )
 
 # One more whenever the same names would give another program.
-PARTITION_VERSION = 3
+PARTITION_VERSION = 4
 
 # Inductor keeps what a fused kernel passes on inside in float32, and lets the compiler of a kernel
 # fuse products and sums. So a value that is computed again in another kernel may have other bits.
@@ -125,11 +126,13 @@ class CompiledForm:
         return counted
 
     def _rebuild(self, split: Apart, dropper: Dropper) -> Rebuild:
+        strides = tuple(dropper.stride(node) for node in split.sources)
+        lay_out_inputs(split.rebuild, strides)
         return Rebuild(
             places=tuple(dropper.results[node.name] for node in split.dropped),
             arguments=split.arguments(split.dropped),
             sources=split.arguments(split.sources),
-            strides=tuple(tuple(node.meta["val"].stride()) for node in split.sources),
+            strides=strides,
             run=self.compile_alone(split.rebuild, self._settings),
         )
 
