@@ -304,9 +304,7 @@ class Bench:
         facts["plan_seconds"] = time.perf_counter() - start
         facts["predicted_peak_bytes"] = plan.peak_bytes
         facts["host_bytes"] = plan.host_bytes
-        is_compiled = facts["engine"] == "inductor"
-        unplanned = profile.step_seconds if is_compiled else self.rows[0]["seconds"]
-        facts["predicted_seconds"] = unplanned + plan.extra_seconds
+        facts["predicted_seconds"] = self.unplanned_seconds(profile) + plan.extra_seconds
         start = time.perf_counter()
         applied = leanstep.apply(self.model, plan)
         facts["apply_seconds"] = time.perf_counter() - start
@@ -315,9 +313,14 @@ class Bench:
         finally:
             applied.remove()
 
+    def unplanned_seconds(self, profile):
+        """What the step takes that ours changes."""
+        return profile.step_seconds if profile.is_compiled else self.rows[0]["seconds"]
+
     def in_turns(self, peer, engine, blocks):
         """A peer and ours, in its peak, one after the other and again."""
         common = {"rounds": self.options.rounds}
+        facts = {"engine": engine, "at": peer, "exact": True, "offload": True, **common}
         with PEERS[peer](blocks):
             at_first = self._measured()
             with switched_off(blocks):
@@ -326,7 +329,13 @@ class Bench:
                     self.note_forms(self.profiles[engine][0])
                 profile, profile_seconds = self.profiles[engine]
                 budget = at_first.get("peak_bytes", int(0.6 * profile.peak_bytes))
-                plan = leanstep.plan(profile, budget, engine=engine)
+                try:
+                    plan = leanstep.plan(profile, budget, engine=engine)
+                except leanstep.BudgetError as error:
+                    self.note({**self.common, "method": peer, **at_first})
+                    refused = {"budget_bytes": budget, "failed": str(error)}
+                    self.note({**self.common, "method": "leanstep", **facts, **refused})
+                    return
                 applied = leanstep.apply(self.model, plan)
                 ours = self._measured()
                 kernels = self.kernels()
@@ -344,10 +353,9 @@ class Bench:
         applied.remove()
         found = {**at_first, **self.figures(times[peer]), **peers_kernels}
         self.note({**self.common, "method": peer, **common, **found})
-        facts = {"engine": engine, "at": peer, "exact": True, "offload": True, **common}
         facts |= {"profile_seconds": profile_seconds, "budget_bytes": budget}
         facts |= {"predicted_peak_bytes": plan.peak_bytes, "host_bytes": plan.host_bytes}
-        facts["predicted_seconds"] = profile.step_seconds + plan.extra_seconds
+        facts["predicted_seconds"] = self.unplanned_seconds(profile) + plan.extra_seconds
         found = {**ours, **self.figures(times["leanstep"]), **kernels}
         self.note({**self.common, "method": "leanstep", **facts, **found})
         self.tidy()
@@ -428,4 +436,9 @@ def arguments():
 
 if __name__ == "__main__":
     options = arguments()
+    if getattr(options, "rounds", 0) and (
+        "save_on_cpu" in options.peers or options.shares or options.variants != ["exact"]
+    ):
+        # Hooks of a peer's would take what ours saves; and only peers have turns.
+        sys.exit("--rounds is for exact plans at the peaks of peers other than save_on_cpu")
     options.do(options)

@@ -138,7 +138,7 @@ def profile_for(step: TrainingStep, engine: str, *, exact: bool = True) -> Profi
             fits = first_run_fits(step)
             unmeasured = StepTime(draft.step_seconds)
             took = median_step_time(step.run, step.device) if fits else unmeasured
-            waits = fits and forward_waits_for_cpu(step, took)
+            waits = fits and forward_waits_for_cpu(step, took, _num_forward_ops(recorded.graph))
             # Anew: what the compiler has left on the device stays there.
             other_bytes = max(0, resident_bytes(step) - static_bytes(draft) + draft.other_bytes)
             rise = _measured_rise(step, 1) if fits else 0
@@ -166,11 +166,11 @@ def profile_step(step: TrainingStep) -> Profile:
         # Optimizer state is made at the first step; it must be there before the recorded one.
         fits = first_run_fits(step)
         took = median_step_time(step.run, step.device) if fits else StepTime()
-        waits = fits and forward_waits_for_cpu(step, took)
         resident = resident_bytes(step)
         company = Company()
         graph = record(step, signatures, attic=None if fits else Attic(), company=company)
         check_graph(graph)
+        waits = fits and forward_waits_for_cpu(step, took, _num_forward_ops(graph))
         rise = _measured_rise(step, _repeats(graph)) if fits else 0
     draft = assemble(step, graph, signatures, company, took, fits_device=fits)
     if waits:
@@ -216,6 +216,10 @@ def assemble(
     )
     is_bound = is_launch_bound(took.issue_seconds, ops_seconds, took.seconds)
     return found.waiting_for_cpu(took.issue_seconds) if is_bound else found
+
+
+def _num_forward_ops(graph: Graph) -> int:
+    return sum(op.phase == "forward" for op in graph.ops)
 
 
 def _sum_seconds(graph: Graph, costs: Sequence[Cost]) -> float:

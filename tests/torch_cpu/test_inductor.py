@@ -463,6 +463,10 @@ def test_what_compiled_blocks_keep_may_wait_on_the_host(profiled, monkeypatch):
     assert any(decision.offload for decision in plan.decisions)
     check_plan(plan)
     assert simulate(linked, plan).peak_bytes == plan.peak_bytes <= plan.budget_bytes
+    dear = leanstep.plan(replace(linked, copy_seconds=1e-6), "94%")
+    assert any(decision.offload for decision in dear.decisions)
+    by_decision = sum(decision.extra_seconds for decision in dear.decisions)
+    assert by_decision == pytest.approx(dear.extra_seconds, rel=1e-9)
     unplanned = leanstep.apply(model, leanstep.plan(profile, "100%"))
     expected = [step_of(model, batch) for _ in range(3)]
     unplanned.remove()

@@ -1,6 +1,7 @@
 """What is asked of CUDA's allocator, with a stand-in for it: there is no GPU here."""
 
 import time
+import warnings
 
 import pytest
 import torch
@@ -80,29 +81,60 @@ class Watch:
         return self.milliseconds
 
 
-@pytest.mark.parametrize(("milliseconds", "waits"), [(20.0, True), (200.0, False)])
-def test_forward_waits_for_the_cpu_where_the_device_is_done_when_all_is_issued(
-    allocator, monkeypatch, milliseconds, waits
-):
+@pytest.fixture
+def forwards(allocator, monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """Let every forward take the CPU 20 ms; and note each."""
     monkeypatch.setattr(torch.cuda, "Event", Watch)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
-    monkeypatch.setattr(Watch, "milliseconds", milliseconds)
-    forwards = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", allocator.append)
+    return []
 
+
+def step_of(forwards: list[None], *, waits_for_number: bool = False) -> TrainingStep:
     def loss(model, batch):
         forwards.append(time.sleep(0.02))
+        if waits_for_number:
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
         return model(batch).sum()
 
-    model = torch.nn.Linear(3, 3)
-    step = TrainingStep(model, torch.ones(3), loss)
+    return TrainingStep(torch.nn.Linear(3, 3), torch.ones(3), loss)
 
-    assert truth.forward_waits_for_cpu(step, truth.StepTime(0.2, 0.15)) is waits
-    assert len(forwards) == 3 and model.weight.grad is None
-    # In a step that leaves the CPU most of the time, it is forward that waits: for a number.
-    assert not truth.forward_waits_for_cpu(step, truth.StepTime(0.2, 0.1))
+
+TOOK = truth.StepTime(0.2, 0.1)
+
+
+@pytest.mark.parametrize(("milliseconds", "waits"), [(20.0, True), (200.0, False)])
+def test_forward_waits_for_the_cpu_where_the_device_is_done_when_all_is_issued(
+    allocator, forwards, monkeypatch, milliseconds, waits
+):
+    monkeypatch.setattr(Watch, "milliseconds", milliseconds)
+    step = step_of(forwards)
+
+    assert truth.forward_waits_for_cpu(step, TOOK, num_launches=100) is waits
+    assert len(forwards) == 3 and step.model.weight.grad is None
+    # What torch was asked to tell of is as it was.
+    assert [mode for mode in allocator if mode in ("warn", 0)] == ["warn", 0] * 3
+
+
+def test_a_forward_that_waits_for_a_number_does_not_wait_for_the_cpu(forwards, monkeypatch):
+    monkeypatch.setattr(Watch, "milliseconds", 20.0)
+    step = step_of(forwards, waits_for_number=True)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not truth.forward_waits_for_cpu(step, TOOK, num_launches=100)
+
+
+def test_a_cpu_that_waits_for_room_in_the_queue_is_not_late(forwards, monkeypatch):
+    # The device needs 24 ms for 6,000 launches, of which the last thousand are issued at once.
+    monkeypatch.setattr(Watch, "milliseconds", 24.0)
+
+    assert truth.forward_waits_for_cpu(step_of(forwards), TOOK, num_launches=1000)
+    assert not truth.forward_waits_for_cpu(step_of(forwards), TOOK, num_launches=6000)
 
 
 def test_a_cpu_waits_for_nobody():
     step = TrainingStep(torch.nn.Linear(3, 3), torch.ones(3), None)
 
-    assert not truth.forward_waits_for_cpu(step, truth.StepTime(0.2, 0.0))
+    assert not truth.forward_waits_for_cpu(step, truth.StepTime(0.2, 0.0), num_launches=100)

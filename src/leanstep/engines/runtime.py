@@ -33,7 +33,7 @@ class Round:
     """The calls between two backward passes: occurrences are counted from its start.
 
     In a rehearsal there is a observer. The `lot` holds what waits on the host. `num_recorded` is
-    how many calls that were recorded, in all rounds: such a one takes many times as long.
+    how many calls were recorded, in all rounds: such a one takes many times as long.
     """
 
     lot: Lot

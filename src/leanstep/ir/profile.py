@@ -20,7 +20,7 @@ _REPLAY_IN_OPS = 5.5
 _CALL_IN_OPS = 50.0
 
 # The same of a value that waits on the host, there and back, with what launches take longer while
-# it is copied. From steps with and without such, one after the other (`docs/benchmarks.md`).
+# it is copied. From steps with and without such, by turns (`docs/benchmarks.md`).
 _COPY_IN_OPS = 30.0
 
 

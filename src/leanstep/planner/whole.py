@@ -169,12 +169,12 @@ def plan_in(
     solution = found_solver.solve(space.problem, budget_bytes)
     answer = Answer(solution, space.picked(solution)) if solution.is_found else None
     if offload and (answer is None or answer.extra_seconds):
-        other = _with_more_room(space, found_solver, budget_bytes, LEAST_SECONDS)
+        other = _with_the_host(space, found_solver, budget_bytes, LEAST_SECONDS)
         if other and (answer is None or other.extra_seconds < answer.extra_seconds):
             answer = other
     if offload and answer is None:
         # Many small copies are better than none.
-        answer = _with_more_room(space, found_solver, budget_bytes, 0.0)
+        answer = _with_the_host(space, found_solver, budget_bytes, 0.0)
     if answer is None:
         raise _budget_error(space, found_solver, budget_bytes, offload=offload)
     found = lower(
@@ -184,7 +184,7 @@ def plan_in(
         notes=space.notes,
         solver=found_solver.name,
         budget_bytes=budget_bytes,
-        bound_seconds=_bound(space, answer, budget_bytes, offload=offload),
+        bound_seconds=_bound(space, solution, answer, budget_bytes, offload=offload),
         exact=space.exact,
         offload=answer.offload,
     )
@@ -212,6 +212,21 @@ class Answer:
         """The time that it costs."""
         num_copies = sum(map(len, self.offload))
         return sum(option.seconds for _, option in self.picked) + num_copies * self.copy_seconds
+
+
+def _with_the_host(
+    space: Space, solver: Solver, budget_bytes: int, least_seconds: float
+) -> Answer | None:
+    """An answer that moves something to the host; where copies cost time, also with fewer."""
+    best = _with_more_room(space, solver, budget_bytes, least_seconds)
+    if best is None or not space.profile.copy_seconds:
+        return best
+    problems = (space.roomier(share, least_seconds) for share in SMALLER_SHARES)
+    less = (back(solver.solve(problem, budget_bytes)) for problem, back in problems)
+    found = (solver.lowest(space.problem), *less)
+    fewer = (_moved(space, solution, budget_bytes, least_seconds) for solution in found)
+    answers = (best, *(answer for answer in fewer if answer))
+    return min(answers, key=lambda answer: answer.extra_seconds)
 
 
 def _with_more_room(
@@ -243,12 +258,6 @@ def _with_more_room(
             best = min(best or answer, answer, key=lambda one: one.extra_seconds)
         if fits == 1.0:
             break
-    if best and space.profile.copy_seconds:
-        lowest = solver.lowest(space.problem)
-        found = (lowest, *(solved(share * fits) for share in SMALLER_SHARES))
-        fewer = (_moved(space, solution, budget_bytes, least_seconds) for solution in found)
-        answers = [best, *(answer for answer in fewer if answer)]
-        best = min(answers, key=lambda one: one.extra_seconds)
     return best or _moved(space, solver.lowest(space.problem), budget_bytes, least_seconds)
 
 
@@ -272,10 +281,19 @@ def _moved(
     return Answer(solution, used, tuple(moved), space.profile.copy_seconds)
 
 
-def _bound(space: Space, answer: Answer, budget_bytes: int, *, offload: bool) -> float:
-    """A lower bound for all plans of the space; the host can make up for so much and no more."""
-    room = capacity_bytes(space.profile) if offload and answer.extra_seconds else 0
-    alone = math.inf if answer.offload else bound_seconds(space, answer.solution, budget_bytes)
+def _bound(
+    space: Space, solution: Solution, answer: Answer, budget_bytes: int, *, offload: bool
+) -> float:
+    """A lower bound for all plans of the space; the host can make up for so much and no more.
+
+    `solution` is the one that does without the host: where there is a better answer, others of its
+    kind may still be better than that.
+    """
+    if not answer.extra_seconds:
+        return 0.0
+    is_hopeless = solution.outcome is Outcome.INFEASIBLE
+    alone = math.inf if is_hopeless else bound_seconds(space, solution, budget_bytes)
+    room = capacity_bytes(space.profile) if offload else 0
     if not room:
         return alone
     # Something goes there, or nothing.
