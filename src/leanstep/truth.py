@@ -184,6 +184,10 @@ def _forward_share(step: TrainingStep) -> float:
     return issue_seconds / max(1e-9, 1e-3 * float(begin.elapsed_time(end)))
 
 
+# What torch says then. That it may not see all, it says too, once.
+_WAITED = "called a synchronizing CUDA operation"
+
+
 class _WaitWatch:
     """See whether code waits for the device: torch warns of it, where it is asked to."""
 
@@ -201,7 +205,7 @@ class _WaitWatch:
 
     def has_waited(self) -> bool:
         """Whether the code has waited so far."""
-        return any("synchronizing" in str(one.message) for one in self._caught or ())
+        return any(_WAITED in str(one.message) for one in self._caught or ())
 
 
 def _synchronize(device: torch.device) -> None:

@@ -87,7 +87,12 @@ def forwards(allocator, monkeypatch: pytest.MonkeyPatch) -> list[None]:
     monkeypatch.setattr(torch.cuda, "Event", Watch)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", allocator.append)
+
+    def set_mode(mode):
+        allocator.append(mode)
+        warnings.warn("does not yet detect all synchronizing operations", stacklevel=1)
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
     return []
 
 
