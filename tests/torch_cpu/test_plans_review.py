@@ -1,5 +1,7 @@
 """What a hostile review of whole plans found: each of these failed before its repair."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -74,9 +76,11 @@ def test_no_solver_is_faster_than_optimal_near_the_floor() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(128, 4, 256, batch_first=True)
     model, batch = nn.TransformerEncoder(layer, 4), torch.randn(16, 64, 128)
-    profile = leanstep.profile(model, batch, square)
+    # Times of a roofline: with those of a busy machine now and then a set that no list has wins.
+    profile = replace(leanstep.profile(model, batch, square, device="h200"), link=None)
     low, high = floor_bytes(profile), profile.peak_bytes
 
+    compared = set()
     for place in range(0, 8, 2):
         budget = low + (high - low) * place // 40
         best = leanstep.plan(profile, budget)
@@ -85,5 +89,7 @@ def test_no_solver_is_faster_than_optimal_near_the_floor() -> None:
                 other = leanstep.plan(profile, budget, solver=solver)
             except BudgetError:
                 continue
+            compared.add(solver)
             assert best.extra_seconds <= 1.02 * other.extra_seconds, (solver, place)
             assert other.bound_seconds <= best.extra_seconds + 1e-9
+    assert {"mu_two", "chain_dp"} <= compared
