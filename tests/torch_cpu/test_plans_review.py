@@ -1,5 +1,6 @@
 """What a hostile review of whole plans found: each of these failed before its repair."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -72,11 +73,15 @@ def test_a_plan_with_joined_children_prints(solver: str) -> None:
     assert fitted.verdict.measured_peak_bytes <= fitted.verdict.budget_bytes
 
 
-def test_no_solver_is_faster_than_optimal_near_the_floor() -> None:
+def encoder() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(128, 4, 256, batch_first=True)
-    model, batch = nn.TransformerEncoder(layer, 4), torch.randn(16, 64, 128)
-    # Times of a roofline: with those of a busy machine now and then a set that no list has wins.
+    return nn.TransformerEncoder(layer, 4), torch.randn(16, 64, 128)
+
+
+def test_no_solver_is_faster_than_optimal_near_the_floor() -> None:
+    model, batch = encoder()
+    # Times of a roofline: what those of a busy machine can show is below.
     profile = replace(leanstep.profile(model, batch, square, device="h200"), link=None)
     low, high = floor_bytes(profile), profile.peak_bytes
 
@@ -93,3 +98,23 @@ def test_no_solver_is_faster_than_optimal_near_the_floor() -> None:
             assert best.extra_seconds <= 1.02 * other.extra_seconds, (solver, place)
             assert other.bound_seconds <= best.extra_seconds + 1e-9
     assert {"mu_two", "chain_dp"} <= compared
+
+
+@pytest.mark.xfail(
+    strict=True, reason="a greedy's set that no call lists is faster: not mended yet"
+)
+def test_no_solver_is_faster_than_optimal_whatever_ops_take() -> None:
+    model, batch = encoder()
+    profile = leanstep.profile(model, batch, square)
+    draw = random.Random(7)
+    times = [1e-4 * draw.lognormvariate(0, 1) for _ in profile.costs]
+    pairs = zip(profile.costs, times, strict=True)
+    # Nothing in it is measured: it has to fail everywhere.
+    costs = tuple(replace(cost, seconds=seconds, recipe=None) for cost, seconds in pairs)
+    profile = replace(profile, costs=costs, step_seconds=sum(times))
+    low, high = floor_bytes(profile), profile.peak_bytes
+
+    budget = low + (high - low) * 2 // 40
+    best, other = (leanstep.plan(profile, budget, solver=one) for one in ("optimal", "mu_two"))
+
+    assert best.extra_seconds <= 1.02 * other.extra_seconds
