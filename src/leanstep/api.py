@@ -29,14 +29,8 @@ from leanstep.recorder.signatures import Signatures
 from leanstep.simulator import simulate, static_bytes
 from leanstep.state import untouched
 from leanstep.step import Loss, TrainingStep, make_step
-from leanstep.truth import (
-    UNCUT_BYTES,
-    StepTime,
-    forward_waits_for_cpu,
-    median_step_time,
-    peak_rise_bytes,
-    resident_bytes,
-)
+from leanstep.steptime import StepTime, forward_waits_for_cpu, median_step_time
+from leanstep.truth import UNCUT_BYTES, peak_rise_bytes, resident_bytes
 from leanstep.verifier import judge, look_at_untouched
 
 # The share of a step's time beyond which it counts as all of it: what is left is measuring.

@@ -40,8 +40,9 @@ from leanstep.recorder.signatures import Signatures
 from leanstep.recorder.step import adopt_static, mark_gradients, module_hooks
 from leanstep.recorder.values import has_storage
 from leanstep.step import TrainingStep
+from leanstep.steptime import StepTime
 from leanstep.torch_private import is_innermost, local_tensor, top_saving_hooks
-from leanstep.truth import OpMeter, StepTime, resident_bytes
+from leanstep.truth import OpMeter, resident_bytes
 
 RECORDED_LIVE = "recorded from the first training step: its time is the sum over its ops"
 

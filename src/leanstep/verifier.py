@@ -17,14 +17,8 @@ from leanstep.outcome import (
 from leanstep.recorder import in_host_memory
 from leanstep.state import untouched
 from leanstep.step import TrainingStep
-from leanstep.truth import (
-    Peak,
-    StepTime,
-    has_expandable_segments,
-    measured_peak,
-    resident_bytes,
-    step_time,
-)
+from leanstep.steptime import StepTime, step_time
+from leanstep.truth import Peak, has_expandable_segments, measured_peak, resident_bytes
 
 # Runs of the untouched step to learn its spread, where the planned one differs.
 MOST_UNTOUCHED_RUNS = 6

@@ -33,6 +33,7 @@ DEVICE = REBUILD | {
     "step",
     "generators",
     "state",
+    "steptime",
     "truth",
 }
 RECORDER = DEVICE | {"recorder"}
@@ -66,6 +67,7 @@ MAY_IMPORT = {
     "step": IR | {"torch_private"},
     "generators": BASE,
     "state": IR | {"torch_private", "step", "generators"},
+    "steptime": {"step"},
     "truth": IR | {"torch_private", "step", "state"},
     "marks": BASE,
     "sharing": IR,
@@ -99,7 +101,18 @@ MAY_IMPORT = {
 GUESTS = {"integrations", "cli", "__main__"}
 TORCH = {
     *("recorder", "profiler", "imagine", "estimator", "engines", "models", "integrations"),
-    *("verifier", "truth", "fitter", "state", "step", "torch_private", "testing", "api", "marks"),
+    *(
+        "verifier",
+        "truth",
+        "steptime",
+        "fitter",
+        "state",
+        "step",
+        "torch_private",
+        "testing",
+        "api",
+        "marks",
+    ),
     *("eager", "owners", "generators", "torch_compiler", "forms", "outcome", "study", "checkup"),
     *("cutter", "firststep", "lazy", "sharing", "reduction", "torch_interpreter"),
     "torch_precision",

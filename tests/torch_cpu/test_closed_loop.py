@@ -12,7 +12,7 @@ from leanstep.engines import attach
 from leanstep.engines.attach import is_attached
 from leanstep.ir import Profile
 from leanstep.simulator import simulate
-from leanstep.truth import StepTime
+from leanstep.steptime import StepTime
 
 NAME, SIZES = "gpt2-tiny", {"batch": 8}
 

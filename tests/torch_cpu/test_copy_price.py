@@ -11,8 +11,8 @@ from leanstep import api, corrections, models
 from leanstep.condense import condense
 from leanstep.ir import Link
 from leanstep.simulator import simulate
+from leanstep.steptime import StepTime
 from leanstep.testing import Layer, chain_profile
-from leanstep.truth import StepTime
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 

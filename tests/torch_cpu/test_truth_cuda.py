@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from leanstep import truth
+from leanstep import steptime, truth
 from leanstep.step import TrainingStep
 
 
@@ -47,7 +47,9 @@ def test_the_pool_is_emptied_before_the_warm_step_and_read_after_the_measured_on
 
 
 def test_issuing_is_timed_without_waiting_for_the_device(allocator):
-    took = truth.median_step_time(lambda: allocator.append("step"), torch.device("cuda"), repeats=2)
+    took = steptime.median_step_time(
+        lambda: allocator.append("step"), torch.device("cuda"), repeats=2
+    )
 
     assert 0 < took.issue_seconds < took.seconds < 1
     assert allocator == ["synchronize", "step", "synchronize"] * 2
@@ -57,7 +59,7 @@ def test_a_cpu_reserves_nothing_and_issues_nothing():
     cpu = torch.device("cpu")
 
     assert truth.measured_peak(lambda: torch.ones(100), cpu).reserved_bytes == 0
-    took = truth.median_step_time(lambda: None, cpu)
+    took = steptime.median_step_time(lambda: None, cpu)
     assert took.issue_seconds == 0.0 < took.seconds
     assert not truth.has_expandable_segments(cpu)
 
@@ -106,7 +108,7 @@ def step_of(forwards: list[None], *, waits_for_number: bool = False) -> Training
     return TrainingStep(torch.nn.Linear(3, 3), torch.ones(3), loss)
 
 
-TOOK = truth.StepTime(0.2, 0.1)
+TOOK = steptime.StepTime(0.2, 0.1)
 
 
 @pytest.mark.parametrize(("milliseconds", "waits"), [(20.0, True), (200.0, False)])
@@ -116,7 +118,7 @@ def test_forward_waits_for_the_cpu_where_the_device_is_done_when_all_is_issued(
     monkeypatch.setattr(Watch, "milliseconds", milliseconds)
     step = step_of(forwards)
 
-    assert truth.forward_waits_for_cpu(step, TOOK, num_launches=100) is waits
+    assert steptime.forward_waits_for_cpu(step, TOOK, num_launches=100) is waits
     assert len(forwards) == 3 and step.model.weight.grad is None
     # What torch was asked to tell of is as it was.
     assert [mode for mode in allocator if mode in ("warn", 0)] == ["warn", 0] * 3
@@ -128,18 +130,18 @@ def test_a_forward_that_waits_for_a_number_does_not_wait_for_the_cpu(forwards, m
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not truth.forward_waits_for_cpu(step, TOOK, num_launches=100)
+        assert not steptime.forward_waits_for_cpu(step, TOOK, num_launches=100)
 
 
 def test_a_cpu_that_waits_for_room_in_the_queue_is_not_late(forwards, monkeypatch):
     # The device needs 24 ms for 6,000 launches, of which the last thousand are issued at once.
     monkeypatch.setattr(Watch, "milliseconds", 24.0)
 
-    assert truth.forward_waits_for_cpu(step_of(forwards), TOOK, num_launches=1000)
-    assert not truth.forward_waits_for_cpu(step_of(forwards), TOOK, num_launches=6000)
+    assert steptime.forward_waits_for_cpu(step_of(forwards), TOOK, num_launches=1000)
+    assert not steptime.forward_waits_for_cpu(step_of(forwards), TOOK, num_launches=6000)
 
 
 def test_a_cpu_waits_for_nobody():
     step = TrainingStep(torch.nn.Linear(3, 3), torch.ones(3), None)
 
-    assert not truth.forward_waits_for_cpu(step, truth.StepTime(0.2, 0.0), num_launches=100)
+    assert not steptime.forward_waits_for_cpu(step, steptime.StepTime(0.2, 0.0), num_launches=100)
