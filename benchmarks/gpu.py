@@ -287,7 +287,8 @@ class Bench:
         for exclusion in profile.exclusions:
             print(f"    left out: {exclusion}")
         for kind in profile.kinds:
-            print(f"    {kind.name}: {kind.num_inexact} forms gave other bits")
+            joined = ", kernels joined" if kind.joined else ""
+            print(f"    {kind.name}: {kind.num_inexact} forms gave other bits{joined}")
             for form in kind.forms:
                 times = f"{form.forward_seconds * 1e3:.2f} + {form.backward_seconds * 1e3:.2f} ms"
                 print(f"        {form.name}: keeps {form.kept_bytes / 2**20:.0f} MiB, {times}")

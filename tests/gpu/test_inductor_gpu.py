@@ -6,8 +6,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch import nn  # noqa: E402
+
 import leanstep  # noqa: E402
 from leanstep import models  # noqa: E402
+from leanstep.models.resnet import Bottleneck  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,4 +55,16 @@ def test_without_exactness_more_can_be_dropped_and_rounding_is_all_that_differs(
     )
     assert fitted.verdict.within_budget
     assert not fitted.verdict.beyond_tolerance
+    fitted.remove()
+
+
+def test_blocks_of_small_kernels_are_issued_late_and_have_them_joined():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 64, 1), *(Bottleneck(64, 16, 1) for _ in range(3))).cuda()
+    batch = torch.randn(2, 3, 8, 8, device="cuda")
+    fitted = leanstep.fit(
+        model, batch, lambda model, batch: model(batch).mean(), engine="inductor", budget="100%"
+    )
+    assert all(kind.joined for kind in fitted.profile.kinds)
+    assert not fitted.verdict.different
     fitted.remove()

@@ -49,6 +49,10 @@ PARTITION_VERSION = 4
 # fuse products and sums. So a value that is computed again in another kernel may have other bits.
 PRECISE = {"emulate_precision_casts": True}
 
+# Casts of weights, counters, the last steps of sums: small kernels take the CPU longer to launch
+# than the device to run. Those that do not wait for each other become one.
+JOINED = {"combo_kernels": True}
+
 _numbers = itertools.count()
 
 
@@ -186,9 +190,11 @@ def compiled_form(
     whole: tuple[str, ...],
     *,
     precise: bool,
+    joined: bool,
 ) -> CompiledForm:
     """The compiled form of a kind of block, made once in a process: compiling takes seconds."""
-    return CompiledForm(forward, kept, PRECISE if precise else {}, whole)
+    settings = {**(PRECISE if precise else {}), **(JOINED if joined else {})}
+    return CompiledForm(forward, kept, settings, whole)
 
 
 def subject_of(module: torch.nn.Module, children: tuple[str, ...]) -> tuple[Any, Any]:
@@ -224,7 +230,8 @@ class CompiledBlock:
         if reason := obstacle(rebuilds=bool(form.whole)):
             return None, reason
         subject, forward = subject_of(module, self._scope.children)
-        compiled = compiled_form(forward, kind.name, form.kept, form.whole, precise=kind.precise)
+        names = kind.name, form.kept, form.whole
+        compiled = compiled_form(forward, *names, precise=kind.precise, joined=kind.joined)
         before = compiled.runs
         keep = None if spaces is None else kept_or_parked(spaces)
         # Hooks of ours would stand before those of the user.

@@ -36,6 +36,9 @@ MANY_KINDS = 6
 _MOST_INEXACT = 2
 _MOST_INEXACT_OF_MANY = 1
 
+# Of the device's time: what two races of the same form differ by.
+_NO_SLOWER = 1.02
+
 
 def profile_compiled(step: TrainingStep, eager: Profile, *, exact: bool) -> Profile:
     """The profile of the step with its blocks compiled, made from that of the eager step.
@@ -94,6 +97,7 @@ def _kind(sighting: Sighting, device: torch.device, effort: _Effort, exact: bool
     first = unplanned(joint)
     if not trials.add(first):
         raise MeasureError("its gradients differ from run to run")
+    trials.join_launches(first)
     if exact:
         least = _least_with_its_bits(trials, joint, first)
         _add_apart(trials, joint, seconds, least, max(1, effort.most_forms - LESS_APART))
@@ -101,7 +105,8 @@ def _kind(sighting: Sighting, device: torch.device, effort: _Effort, exact: bool
         others = candidates(joint, seconds, first, effort.most_forms - 1)
         _add_others(trials, others, effort.most_inexact)
     forms = without_beaten(trials.forms())
-    return Kind(sighting.name, forms, precise=exact, num_inexact=trials.num_inexact)
+    how = {"precise": exact, "joined": trials.are_joined}
+    return Kind(sighting.name, forms, **how, num_inexact=trials.num_inexact)
 
 
 def _least_with_its_bits(trials: "_Trials", joint: JointGraph, first: Candidate) -> Candidate:
@@ -143,17 +148,50 @@ class _Trials:
         self.device = device
         self._trial = Trial(example, device)
         self.num_inexact = 0
+        self.are_joined = False
         self._passed: dict[Any, tuple[Candidate, CompiledForm, Figures]] = {}
 
     def add(self, candidate: Candidate) -> bool:
         """Compile and measure a form; whether it runs, with the right bits."""
-        key = candidate.kept, candidate.whole
-        if key in self._passed:
+        if _key(candidate) in self._passed:
             return True
+        compiled = self._compiled(candidate)
+        figures = self._figures(compiled)
+        if figures is None:
+            return False
+        if self._exact and not figures.exact:
+            self.num_inexact += 1
+            return False
+        self._passed[_key(candidate)] = candidate, compiled, figures
+        return True
+
+    def join_launches(self, candidate: Candidate) -> None:
+        """Have a form that has passed launch less, and all that follow, if that is any better.
+
+        Where the CPU is early it would be for nothing; and torch calls it an experiment.
+        """
+        _, separate, _ = self._passed[_key(candidate)]
+        if not self._trial.is_issued_late(separate):
+            return
+        joined = self._compiled(candidate, joined=True)
+        figures = self._figures(joined)
+        if figures is None or not figures.exact:
+            return
+        before, after = map(sum, self._trial.race([separate, joined]))
+        if after <= _NO_SLOWER * before:
+            self.are_joined = True
+            self._passed[_key(candidate)] = candidate, joined, figures
+
+    def _compiled(self, candidate: Candidate, *, joined: bool = False) -> CompiledForm:
         _, forward = self._example.subject
-        compiled = compiled_form(forward, self._name, *key, precise=self._exact)
+        names = self._name, *_key(candidate)
+        joined |= self.are_joined
+        return compiled_form(forward, *names, precise=self._exact, joined=joined)
+
+    def _figures(self, compiled: CompiledForm) -> Figures | None:
+        """What is measured of a form; None where torch's compiler has reached its limits."""
         try:
-            figures = self._trial.measure(compiled)
+            return self._trial.measure(compiled)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, LostNodeError, recompile_limit()) as error:
@@ -161,13 +199,8 @@ class _Trials:
                 raise MeasureError(
                     f"compiled and run alone, it raised {reason_of(error)}"
                 ) from None
-            # Torch's compiler has its own limits: the other forms are still there.
-            return False
-        if self._exact and not figures.exact:
-            self.num_inexact += 1
-            return False
-        self._passed[key] = candidate, compiled, figures
-        return True
+            # The other forms are still there.
+            return None
 
     def forms(self) -> list[Form]:
         """Race those that have passed."""
@@ -177,6 +210,10 @@ class _Trials:
             _form(f"{self._name}/{candidate.name}", candidate, figures, seconds)
             for (candidate, _, figures), seconds in zip(entries, times, strict=True)
         ]
+
+
+def _key(candidate: Candidate) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    return candidate.kept, candidate.whole
 
 
 def _form(name: str, candidate: Candidate, figures: Figures, seconds: tuple[float, float]) -> Form:

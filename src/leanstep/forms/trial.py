@@ -18,8 +18,9 @@ from leanstep.errors import MeasureError
 from leanstep.forms.kinds import Example
 from leanstep.outcome import same
 from leanstep.recorder.values import has_storage
+from leanstep.steptime import synchronize
 from leanstep.torch_private import storage_address, tree_leaves
-from leanstep.truth import OpMeter, allocated_bytes, stopwatch
+from leanstep.truth import OpMeter, Stopwatch, allocated_bytes, stopwatch
 
 _ROUNDS = 4
 _REPEATS = 3
@@ -65,6 +66,30 @@ class Trial:
                 for form, own in zip(forms, laps, strict=True):
                     own.extend(self._laps(form))
         return [(_median(lap[0] for lap in own), _median(lap[1] for lap in own)) for own in laps]
+
+    def is_issued_late(self, form: CompiledForm) -> bool:
+        """Whether the device could run forward, or backward, sooner than the CPU issues it."""
+        if self.device.type != "cuda":
+            return False
+        with self._in_place():
+            laps = self._laps(form)
+            issued = [self._issue_seconds(form) for _ in range(_REPEATS)]
+        return any(
+            _median(one[part] for one in issued) > _median(lap[part] for lap in laps)
+            for part in range(2)
+        )
+
+    def _issue_seconds(self, form: CompiledForm) -> tuple[float, float]:
+        """What the CPU takes to issue forward and backward; the device is idle before."""
+        watch = Stopwatch()
+        synchronize(self.device)
+        watch.lap()
+        outputs = self._forward(form)
+        watch.lap()
+        self._backward(outputs)
+        watch.lap()
+        forward, backward = watch.seconds()
+        return forward, backward
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
