@@ -14,10 +14,12 @@ from leanstep.engines import apart, inductor  # noqa: E402
 from leanstep.engines.apart import Dropper, Rebuild  # noqa: E402
 from leanstep.engines.inductor import PRECISE, CompiledForm  # noqa: E402
 from leanstep.engines.joint import LostNodeError  # noqa: E402
+from leanstep.forms import costs  # noqa: E402
 from leanstep.forms.capture import capture  # noqa: E402
-from leanstep.forms.cuts import Candidate, candidates_apart, seeds_kept  # noqa: E402
+from leanstep.forms.cuts import Candidate, candidates_apart, seeds_kept, unplanned  # noqa: E402
 from leanstep.forms.kinds import Example  # noqa: E402
 from leanstep.forms.trial import Trial  # noqa: E402
+from leanstep.models.resnet import Bottleneck  # noqa: E402
 
 # Dynamo looks at the gradient of every tensor it is given.
 pytestmark = [
@@ -384,3 +386,19 @@ def test_compiled_autograd_looks_past_rebuilds_and_is_told_before():
     with compiled_autograd._enable(lambda graph: graph):
         assert "compiled autograd is on" in inductor.obstacle(rebuilds=True)
         assert inductor.obstacle(rebuilds=False) is None
+
+
+def test_statistics_and_casts_are_rebuilt_in_the_smallest_form_alone():
+    module, x = Bottleneck(64, 16, 1), torch.randn(16, 64, 14, 14, dtype=torch.bfloat16)
+    autocast = (("cpu", True, torch.bfloat16),)
+    joint = capture(Example(module, (), (x.requires_grad_(),), {}, autocast), {})
+    whole, cpu = unplanned(joint), torch.device("cpu")
+    seconds = costs.with_writing(joint, costs.node_seconds(joint, cpu), whole.kept, cpu)
+    sizes = {name: costs.node_bytes(joint.by_name[name]) for name in whole.kept}
+    tiny = {name for name, nbytes in sizes.items() if nbytes * 64 <= max(sizes.values())}
+
+    *larger, least = candidates_apart(joint, seconds, whole, 6)
+    assert len(tiny) > 6 and len(larger) > 1
+    assert all(tiny <= set(candidate.kept) for candidate in larger)
+    assert least.nbytes < min(candidate.nbytes for candidate in larger)
+    assert tiny - set(least.kept)

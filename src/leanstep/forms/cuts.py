@@ -33,6 +33,9 @@ FIRM_BUDGETS = (0.5, 0.2)
 
 NUM_PRICES = 32
 
+# Of the largest value: what is no larger is kept without a thought, statistics above all.
+TINY_SHARE = 1 / 64
+
 # SciPy's flow has 32-bit capacities: everything finite together stays below the infinite one.
 INFINITE = 2**30
 FINITE_TOTAL = 2**29
@@ -89,12 +92,18 @@ def candidates_apart(
 ) -> list[Candidate]:
     """Smaller sets of what a form hands over, the rest to be rebuilt apart.
 
-    What is rebuilt is written: `seconds` counts that.
+    What is rebuilt is written: `seconds` counts that, but not what a launch takes. So what is tiny
+    (statistics, casts of weights) is dropped in the smallest set alone.
     """
     handed = [joint.by_name[name] for name in first.kept]
+    tiny_bytes = max(map(node_bytes, handed), default=0) * TINY_SHARE
+    tiny = {node.name for node in handed if node_bytes(node) <= tiny_bytes}
+    cuts = [set(cut) for cut in _cuts(joint, seconds, handed, set(handed))]
+    least = min(cuts, key=lambda cut: kept_bytes(joint, tuple(cut)), default=set())
     found: dict[tuple[str, ...], Candidate] = {}
-    for number, cut in enumerate(_cuts(joint, seconds, handed, set(handed))):
-        kept = tuple(name for name in first.kept if name in cut)
+    for number, cut in enumerate(cuts):
+        names = cut if cut == least else cut | tiny
+        kept = tuple(name for name in first.kept if name in names)
         again = joint.made_of(kept, handed)
         if kept != first.kept and kept not in found:
             spent = sum(seconds.get(node, 0.0) for node in again)

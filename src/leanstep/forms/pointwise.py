@@ -10,10 +10,7 @@ from typing import Any
 
 from leanstep.engines.joint import JointGraph, is_draw, is_tensor, is_view
 from leanstep.forms.costs import is_own_kernel, is_reduction, node_bytes
-from leanstep.forms.cuts import Candidate, kept_bytes
-
-# Of the largest value: what is no larger is kept without a thought, statistics above all.
-TINY_SHARE = 1 / 64
+from leanstep.forms.cuts import TINY_SHARE, Candidate, kept_bytes
 
 
 def pointwise_again(joint: JointGraph, first: Candidate) -> list[Candidate]:
