@@ -153,9 +153,13 @@ def top_saving_hooks() -> tuple[Any, Any] | None:
     return hooks
 
 
-def inside_transform() -> bool:
-    """Whether a transform of torch.func (vmap, grad) is at work, whose tensors have no storage."""
-    return torch._C._functorch.maybe_current_level() is not None
+def is_traced() -> bool:
+    """Whether ops are written down for another program, or transformed; both want plain code.
+
+    The tensors of a transform of torch.func (vmap, grad) have no storage.
+    """
+    is_transformed = torch._C._functorch.maybe_current_level() is not None
+    return is_transformed or torch._C._is_tracing() or torch.compiler.is_compiling()
 
 
 def below_autograd() -> AbstractContextManager[None]:

@@ -209,6 +209,7 @@ class CompiledBlock:
 
     def __init__(self, scope: Scope, kind: Kind, form: Form) -> None:
         self._scope, self._kind, self._form = scope, kind, form
+        self._compiled: tuple[Any, CompiledForm] | None = None
 
     @classmethod
     def of(cls, scope: Scope, form: str, kinds: Collection[Kind]) -> "CompiledBlock | None":
@@ -226,27 +227,38 @@ class CompiledBlock:
         spaces: Spaces | None = None,
     ) -> tuple[Any, str | None]:
         """Run one call: what it returns, or why it has not run."""
-        kind, form = self._kind, self._form
-        if reason := obstacle(rebuilds=bool(form.whole)):
+        if reason := obstacle(rebuilds=bool(self._form.whole)):
             return None, reason
         subject, forward = subject_of(module, self._scope.children)
-        names = kind.name, form.kept, form.whole
-        compiled = compiled_form(forward, *names, precise=kind.precise, joined=kind.joined)
+        compiled = self._compiled_form(forward)
         before = compiled.runs
         keep = None if spaces is None else kept_or_parked(spaces)
         # Hooks of ours would stand before those of the user.
         is_dropping = not saving_hooks_are_set()
         try:
             out = compiled(subject, args, kwargs, keep, is_dropping=is_dropping)
-        except compiler_errors() as error:
+        except Exception as error:
             # Raised before anything has run: what the user's own code raises is seen again below.
-            return None, reason_of(error)
+            if isinstance(error, compiler_errors()):
+                return None, reason_of(error)
+            raise
         if compiled.runs == before:
             warnings.warn(
                 f"leanstep: torch ran {self._scope.name} as plain code, without its plan",
                 stacklevel=2,
             )
         return out, None
+
+    def _compiled_form(self, forward: Callable[..., Any]) -> CompiledForm:
+        """The compiled form of a function: the same at every call, as a rule."""
+        known = self._compiled
+        if known is not None and known[0] is forward:
+            return known[1]
+        kind, form = self._kind, self._form
+        names = kind.name, form.kept, form.whole
+        found = compiled_form(forward, *names, precise=kind.precise, joined=kind.joined)
+        self._compiled = forward, found
+        return found
 
     def tell_backward(self, out: Any, saw_backward: Callable[[], None]) -> None:
         """Let it be known when backward comes to a call."""

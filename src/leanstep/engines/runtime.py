@@ -21,7 +21,7 @@ from leanstep.ir import Decision, Engine, Kind
 from leanstep.ir.decision import Place
 from leanstep.torch_private import (
     in_backward,
-    inside_transform,
+    is_traced,
     saving_hooks_are_set,
     saving_hooks_work,
 )
@@ -147,7 +147,7 @@ class BlockRuntime:
     ) -> Any:
         """Run one call: untouched without gradients or inside another block, else as planned."""
         is_passive = not torch.is_grad_enabled() or self.rounds.active
-        if is_passive or _is_traced():
+        if is_passive or is_traced():
             return forward(module, *args, **kwargs)
         if in_backward():
             # A checkpoint of the user's runs it again, and counts what is saved.
@@ -157,7 +157,8 @@ class BlockRuntime:
         place = self._place()
         self.watch.see(f"{self.name}, call {place}", _tensor_bytes(args, kwargs))
         out = self._run(place, module, forward, args, kwargs)
-        self.rounds.lot.call_ended(self.numbers[place], out, self.rounds.saw_backward)
+        if self.rounds.lot.is_used:
+            self.rounds.lot.call_ended(self.numbers[place], out, self.rounds.saw_backward)
         return out
 
     def _run(
@@ -273,16 +274,14 @@ class BlockRuntime:
         if current != self._round:
             self._round, self._calls = current, 0
         self._calls += 1
+        if len(self.decisions) == 1:
+            return 0
         turns = [decision.occurrence < self._calls for decision in self.decisions]
         return max(sum(turns), 1) - 1
 
 
-def _is_traced() -> bool:
-    """Whether ops are written down for another program, or transformed; both want plain code."""
-    is_traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
-    return is_traced or torch.compiler.is_compiling() or inside_transform()
-
-
 def _tensor_bytes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
+        return args[0].nbytes
     leaves, _ = flat_call(args, kwargs)
     return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
