@@ -94,13 +94,14 @@ class Bench:
         if first:
             self.firsts.append(numbers)
         expected = self.firsts[0] if first else self.firsts[-1]
+        pairs = zip(expected, numbers, strict=True)
         row = {
             "settings": name,
             "form": candidate.name,
             "mib": sum(figures.saves) / 2**20,
             "exact": figures.exact,
             # The output first, then the gradients of the input and of all parameters.
-            "differ": [n for n, pair in enumerate(zip(expected, numbers)) if not same(*pair)],
+            "differ": [n for n, (a, b) in enumerate(pairs) if not same(a, b)],
             "compile_seconds": round(time.perf_counter() - start, 1),
         }
         print(json.dumps(row), flush=True)
@@ -117,7 +118,9 @@ class Bench:
                 if self.device.type == "cuda":
                     row["launches"] = self.launches(trial, form)
         for row, own, seconds in zip(self.rows, issued, trial.race(self.forms), strict=True):
-            row["issue_us"] = [round(1e6 * statistics.median(part)) for part in zip(*own)]
+            row["issue_us"] = [
+                round(1e6 * statistics.median(part)) for part in zip(*own, strict=True)
+            ]
             row["device_us"] = [round(1e6 * part) for part in seconds]
 
     def launches(self, trial, form):
