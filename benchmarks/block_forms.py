@@ -1,4 +1,4 @@
-"""One kind of block under some settings of Inductor: bits, launches, the CPU's time and the device's.
+"""One kind of block under some settings of Inductor: bits, launches, CPU and device time.
 
     python benchmarks/block_forms.py --device cuda --settings plain joined
     python benchmarks/block_forms.py --device cuda --settings plain steady deterministic --forms 6
