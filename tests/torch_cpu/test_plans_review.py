@@ -95,26 +95,28 @@ def test_no_solver_is_faster_than_optimal_near_the_floor() -> None:
             except BudgetError:
                 continue
             compared.add(solver)
-            assert best.extra_seconds <= 1.02 * other.extra_seconds, (solver, place)
+            assert best.extra_seconds <= other.extra_seconds + 1e-12, (solver, place)
             assert other.bound_seconds <= best.extra_seconds + 1e-9
     assert {"mu_two", "chain_dp"} <= compared
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a greedy's set that no call lists is faster: not mended yet"
-)
 def test_no_solver_is_faster_than_optimal_whatever_ops_take() -> None:
     model, batch = encoder()
     profile = leanstep.profile(model, batch, square)
     draw = random.Random(7)
     times = [1e-4 * draw.lognormvariate(0, 1) for _ in profile.costs]
     pairs = zip(profile.costs, times, strict=True)
-    # Nothing in it is measured: it has to fail everywhere.
     costs = tuple(replace(cost, seconds=seconds, recipe=None) for cost, seconds in pairs)
     profile = replace(profile, costs=costs, step_seconds=sum(times))
     low, high = floor_bytes(profile), profile.peak_bytes
 
-    budget = low + (high - low) * 2 // 40
-    best, other = (leanstep.plan(profile, budget, solver=one) for one in ("optimal", "mu_two"))
-
-    assert best.extra_seconds <= 1.02 * other.extra_seconds
+    for place in (0, 1, 2, 3, 5, 8, 13, 21):
+        budget = low + (high - low) * place // 40
+        best = leanstep.plan(profile, budget)
+        for solver in ("mu_two", "chain_dp", "uniform"):
+            try:
+                other = leanstep.plan(profile, budget, solver=solver)
+            except BudgetError:
+                continue
+            assert best.extra_seconds <= other.extra_seconds + 1e-12, (solver, place)
+            assert other.bound_seconds <= best.extra_seconds + 1e-12, (solver, place)

@@ -18,6 +18,7 @@ from leanstep.planner.segments import Part, Parts
 from leanstep.simulator import peak_op, simulate, timeline
 from leanstep.solvers.base import PICOSECONDS, Choice, Outcome, Problem, Solution, Solver
 from leanstep.solvers.chain import chain_of, loose_chain
+from leanstep.solvers.mu_two import MuTwo
 from leanstep.solvers.registry import find_solver
 from leanstep.solvers.relaxation import relax
 from leanstep.units import parse_budget
@@ -316,7 +317,16 @@ def bound_seconds(space: Space, solution: Solution, budget_bytes: int) -> float:
 
 
 def relaxed_seconds(problem: Problem, budget_bytes: int) -> float:
-    """The linear relaxation's least time: a bound for every choice of the problem."""
+    """The linear relaxation's least time: a bound for every choice of the problem.
+
+    Of the plans beyond what is listed, those of the greedy, the fastest is known.
+    """
+    greedy = MuTwo().solve(problem, budget_bytes)
+    beyond = problem.seconds(greedy.picks) if greedy.is_found else math.inf
+    return min(_relaxed_listed_seconds(problem, budget_bytes), beyond)
+
+
+def _relaxed_listed_seconds(problem: Problem, budget_bytes: int) -> float:
     chain = chain_of(problem)
     if not chain.is_complete or chain.slack_bytes(budget_bytes):
         chain = loose_chain(problem, chain)
