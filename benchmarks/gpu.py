@@ -287,7 +287,7 @@ class Bench:
         for exclusion in profile.exclusions:
             print(f"    left out: {exclusion}")
         for kind in profile.kinds:
-            joined = ", kernels joined" if kind.joined else ""
+            joined = ", kernels joined" if kind.joins_kernels else ""
             print(f"    {kind.name}: {kind.num_inexact} forms gave other bits{joined}")
             for form in kind.forms:
                 times = f"{form.forward_seconds * 1e3:.2f} + {form.backward_seconds * 1e3:.2f} ms"

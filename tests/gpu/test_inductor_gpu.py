@@ -65,6 +65,6 @@ def test_blocks_of_small_kernels_are_issued_late_and_have_them_joined():
     fitted = leanstep.fit(
         model, batch, lambda model, batch: model(batch).mean(), engine="inductor", budget="100%"
     )
-    assert all(kind.joined for kind in fitted.profile.kinds)
+    assert all(kind.joins_kernels for kind in fitted.profile.kinds)
     assert not fitted.verdict.different
     fitted.remove()

@@ -117,7 +117,7 @@ def captures_of(fitted, model):
         forward = original_class(model.get_submodule(decision.path)).forward
         form = kind.form(decision.form)
         names = form.kept, form.whole
-        how = {"precise": True, "joined": False}
+        how = {"precise": True, "joins_kernels": False}
         found.add(inductor.compiled_form(forward, kind.name, *names, **how).captures)
     return found
 
@@ -137,7 +137,7 @@ def test_equal_blocks_are_one_kind_and_share_one_capture(profiled):
     step_of(model, batch)
     applied.remove()
     names = kind.unplanned.kept, ()
-    how = {"precise": True, "joined": False}
+    how = {"precise": True, "joins_kernels": False}
     first = inductor.compiled_form(Block.forward, kind.name, *names, **how)
     assert first.captures == 1
     assert first.runs > 4
@@ -310,7 +310,7 @@ def test_under_a_dispatch_mode_a_block_runs_twice_and_says_so(profiled):
     before = step_of(model, batch)
     planned = kind.form(plan.decisions[0].form)
     form = inductor.compiled_form(
-        Block.forward, kind.name, planned.kept, planned.whole, precise=True, joined=False
+        Block.forward, kind.name, planned.kept, planned.whole, precise=True, joins_kernels=False
     )
     runs = form.runs
     with Watching(), pytest.warns(UserWarning, match="a dispatch mode is active"):

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
+import leanstep  # noqa: E402
 from leanstep.engines import apart, inductor  # noqa: E402
 from leanstep.engines.apart import Dropper, Rebuild  # noqa: E402
 from leanstep.engines.inductor import PRECISE, CompiledForm  # noqa: E402
@@ -402,3 +403,52 @@ def test_statistics_and_casts_are_rebuilt_in_the_smallest_form_alone():
     assert all(tiny <= set(candidate.kept) for candidate in larger)
     assert least.nbytes < min(candidate.nbytes for candidate in larger)
     assert tiny - set(least.kept)
+
+
+class Tower(nn.Module):
+    """One wide value, and many that are small by themselves and large together."""
+
+    def __init__(self):
+        super().__init__()
+        self.small = nn.ModuleList(nn.Linear(16, 16) for _ in range(48))
+        self.wide, self.back = nn.Linear(16, 1024), nn.Linear(1024, 16)
+
+    def forward(self, x):
+        for layer in self.small:
+            x = torch.tanh(layer(x))
+        return self.back(torch.tanh(self.wide(x)))
+
+
+def test_many_small_values_are_not_tiny_together():
+    x, cpu = torch.randn(2048, 16, requires_grad=True), torch.device("cpu")
+    found = capture(Example(Tower(), (), (x,), {}, ()), {})
+    whole = unplanned(found)
+    seconds = costs.with_writing(found, costs.node_seconds(found, cpu), whole.kept, cpu)
+    counts = [len(candidate.kept) for candidate in candidates_apart(found, seconds, whole, 6)]
+
+    assert any(0 < count < len(whole.kept) / 2 for count in counts), counts
+
+
+def test_a_forward_that_is_put_in_the_place_of_another_is_the_one_that_runs(monkeypatch):
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(Block(), Block()), torch.randn(64, 16)
+
+    def gradients():
+        model.zero_grad()
+        torch.manual_seed(3)
+        model(batch).square().mean().backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    def loss(model, batch):
+        return model(batch).square().mean()
+
+    profile = leanstep.profile(model, batch, loss, engine="inductor")
+    applied = leanstep.apply(model, leanstep.plan(profile, profile.peak_bytes))
+    before, forward = gradients(), Block.forward
+    monkeypatch.setattr(Block, "forward", lambda self, x: 2 * forward(self, x))
+    planned = gradients()
+    applied.remove()
+    expected = gradients()
+
+    assert all(torch.allclose(a, b) for a, b in zip(planned, expected, strict=True))
+    assert not torch.allclose(planned[0], before[0])

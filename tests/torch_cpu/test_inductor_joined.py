@@ -1,5 +1,8 @@
 """Compiled blocks that the CPU issues late have kernels joined, if that changes no bit."""
 
+from contextlib import nullcontext
+from dataclasses import replace
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -42,10 +45,11 @@ class Compiler:
     def __init__(self):
         self.settings = []
         self.spoil = None
+        self.spared = 0
 
     def compile_graph(self, graph, inputs, partition, key, settings, wrap=None):
         self.settings.append(settings)
-        if self.spoil and "combo_kernels" in settings:
+        if self.spoil and sum(self.are_joined) > self.spared and "combo_kernels" in settings:
             graph = self.spoil(graph)
         given = (graph, inputs, partition, key, settings, wrap)
         return torch_compiler.compile_to_python(*given)
@@ -84,7 +88,7 @@ def kind_of(model):
 def test_a_cpu_that_is_early_has_nothing_joined(compiler):
     kind = kind_of(model_of())
 
-    assert not kind.joined
+    assert not kind.joins_kernels
     assert not any(compiler.are_joined)
 
 
@@ -92,7 +96,7 @@ def test_late_blocks_are_joined_in_every_form_and_in_the_step(compiler, late, tm
     model, batch = model_of(), torch.randn(512, WIDTH)
     fitted = leanstep.fit(model, batch, loss_of, engine="inductor", budget="80%")
     (kind,) = fitted.profile.kinds
-    assert fitted.verdict.exact and kind.joined and not kind.num_inexact
+    assert fitted.verdict.exact and kind.joins_kernels and not kind.num_inexact
     # The first of all stands for what the others must compute; a capture compiles nothing.
     _, first, *others = compiler.are_joined
     assert not first and all(others)
@@ -126,21 +130,77 @@ def test_what_cannot_be_joined_or_has_other_bits_is_left_as_it_was(compiler, lat
     compiler.spoil = spoil
     kind = kind_of(model_of())
 
-    assert not kind.joined and not kind.num_inexact
+    assert not kind.joins_kernels and not kind.num_inexact
     assert len(kind.forms) > 1
     assert sum(compiler.are_joined) == 1
 
 
-def test_kernels_that_are_slower_together_stay_apart(compiler, late, monkeypatch):
-    race = Trial.race
+def test_whatever_joined_kernels_raise_the_form_stays_as_it_was(compiler, late, monkeypatch):
+    measure = Trial.measure
 
-    def slower_when_joined(self, forms):
-        times = race(self, forms)
-        return [(1.0, 1.0), (1.0, 1.1)] if len(forms) == 2 else times
+    def measured(self, form):
+        if "combo_kernels" in form._settings:
+            raise KeyError("a name that the compiler has lost")
+        return measure(self, form)
 
-    monkeypatch.setattr(Trial, "race", slower_when_joined)
-    monkeypatch.setattr(forms_compiled, "MOST_FORMS", 8)
+    monkeypatch.setattr(Trial, "measure", measured)
     kind = kind_of(model_of())
 
-    assert any(compiler.are_joined)
-    assert not kind.joined
+    assert not kind.joins_kernels
+    assert len(kind.forms) > 1
+
+
+def test_a_form_that_cannot_be_joined_has_its_kind_done_again_without(compiler, late):
+    compiler.spoil, compiler.spared = raises, 1
+    kind = kind_of(model_of())
+    assert sum(compiler.are_joined) > 1
+
+    assert not kind.joins_kernels
+    assert len(kind.forms) > 1
+
+
+@pytest.mark.parametrize(("after", "is_joined"), [(1.01, True), (1.03, False)])
+def test_joined_kernels_may_take_the_device_as_good_as_no_longer(
+    compiler, late, monkeypatch, after, is_joined
+):
+    race, measure = Trial.race, Trial.measure
+
+    def timed(self, forms):
+        are_two = len(forms) == 2 and "combo_kernels" in forms[1]._settings
+        is_first = are_two and "combo_kernels" not in forms[0]._settings
+        return [(1.0, 1.0), (after, after)] if is_first else race(self, forms)
+
+    def higher_when_joined(self, form):
+        figures = measure(self, form)
+        rise = figures.backward_rise_bytes + 4096 * ("combo_kernels" in form._settings)
+        return replace(figures, backward_rise_bytes=rise)
+
+    expected = kind_of(model_of()).unplanned.backward_rise_bytes
+    inductor.compiled_form.cache_clear()
+    monkeypatch.setattr(Trial, "race", timed)
+    monkeypatch.setattr(Trial, "measure", higher_when_joined)
+    kind = kind_of(model_of())
+
+    assert kind.joins_kernels is is_joined
+    # The account is that of the form which runs.
+    assert kind.unplanned.backward_rise_bytes == expected + 4096 * is_joined
+
+
+@pytest.mark.parametrize(
+    ("issued", "ran", "is_late"),
+    [
+        ((1.0, 1.0), (2.0, 2.0), False),
+        ((3.0, 1.0), (2.0, 2.0), True),
+        ((1.0, 3.0), (2.0, 2.0), True),
+        ((3.0, 3.0), (2.0, 2.0), True),
+    ],
+)
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_what_is_issued_after_it_could_have_run_is_late(monkeypatch, device, issued, ran, is_late):
+    trial = object.__new__(Trial)
+    trial.device = torch.device(device)
+    monkeypatch.setattr(Trial, "_in_place", lambda self: nullcontext())
+    monkeypatch.setattr(Trial, "_laps", lambda self, form: [ran] * 3)
+    monkeypatch.setattr(Trial, "_issue_seconds", lambda self, form: issued)
+
+    assert trial.is_issued_late(None) is (is_late and device == "cuda")

@@ -190,10 +190,10 @@ def compiled_form(
     whole: tuple[str, ...],
     *,
     precise: bool,
-    joined: bool,
+    joins_kernels: bool,
 ) -> CompiledForm:
     """The compiled form of a kind of block, made once in a process: compiling takes seconds."""
-    settings = {**(PRECISE if precise else {}), **(JOINED if joined else {})}
+    settings = {**(PRECISE if precise else {}), **(JOINED if joins_kernels else {})}
     return CompiledForm(forward, kept, settings, whole)
 
 
@@ -237,11 +237,9 @@ class CompiledBlock:
         is_dropping = not saving_hooks_are_set()
         try:
             out = compiled(subject, args, kwargs, keep, is_dropping=is_dropping)
-        except Exception as error:
+        except compiler_errors() as error:
             # Raised before anything has run: what the user's own code raises is seen again below.
-            if isinstance(error, compiler_errors()):
-                return None, reason_of(error)
-            raise
+            return None, reason_of(error)
         if compiled.runs == before:
             warnings.warn(
                 f"leanstep: torch ran {self._scope.name} as plain code, without its plan",
@@ -256,7 +254,9 @@ class CompiledBlock:
             return known[1]
         kind, form = self._kind, self._form
         names = kind.name, form.kept, form.whole
-        found = compiled_form(forward, *names, precise=kind.precise, joined=kind.joined)
+        found = compiled_form(
+            forward, *names, precise=kind.precise, joins_kernels=kind.joins_kernels
+        )
         self._compiled = forward, found
         return found
 

@@ -86,7 +86,14 @@ def _excluded(eager: Profile, sighting: Sighting, reason: str) -> list[Exclusion
     return list(dict.fromkeys(found))
 
 
-def _kind(sighting: Sighting, device: torch.device, effort: _Effort, exact: bool) -> Kind:
+def _kind(
+    sighting: Sighting,
+    device: torch.device,
+    effort: _Effort,
+    exact: bool,
+    *,
+    may_join_kernels: bool = True,
+) -> Kind:
     """Compile a kind of block in every form worth having, and measure each."""
     if sighting.objection:
         raise CaptureError(sighting.objection)
@@ -97,7 +104,8 @@ def _kind(sighting: Sighting, device: torch.device, effort: _Effort, exact: bool
     first = unplanned(joint)
     if not trials.add(first):
         raise MeasureError("its gradients differ from run to run")
-    trials.join_launches(first)
+    if may_join_kernels:
+        trials.join_kernels(first)
     if exact:
         least = _least_with_its_bits(trials, joint, first)
         _add_apart(trials, joint, seconds, least, max(1, effort.most_forms - LESS_APART))
@@ -105,7 +113,10 @@ def _kind(sighting: Sighting, device: torch.device, effort: _Effort, exact: bool
         others = candidates(joint, seconds, first, effort.most_forms - 1)
         _add_others(trials, others, effort.most_inexact)
     forms = without_beaten(trials.forms())
-    how = {"precise": exact, "joined": trials.are_joined}
+    if trials.joins_kernels and trials.num_failed:
+        # What joined kernels cannot do might be a form that a budget needs.
+        return _kind(sighting, device, effort, exact, may_join_kernels=False)
+    how = {"precise": exact, "joins_kernels": trials.joins_kernels}
     return Kind(sighting.name, forms, **how, num_inexact=trials.num_inexact)
 
 
@@ -148,7 +159,8 @@ class _Trials:
         self.device = device
         self._trial = Trial(example, device)
         self.num_inexact = 0
-        self.are_joined = False
+        self.joins_kernels = False
+        self.num_failed = 0
         self._passed: dict[Any, tuple[Candidate, CompiledForm, Figures]] = {}
 
     def add(self, candidate: Candidate) -> bool:
@@ -165,28 +177,33 @@ class _Trials:
         self._passed[_key(candidate)] = candidate, compiled, figures
         return True
 
-    def join_launches(self, candidate: Candidate) -> None:
-        """Have a form that has passed launch less, and all that follow, if that is any better.
+    def join_kernels(self, candidate: Candidate) -> None:
+        """Have a form that has passed launch fewer kernels, and all that follow, where that pays.
 
-        Where the CPU is early it would be for nothing; and torch calls it an experiment.
+        Where the CPU is early, fewer launches win nothing. Torch calls joined kernels an
+        experiment: they must have the same bits and take the device as good as no longer.
         """
         _, separate, _ = self._passed[_key(candidate)]
         if not self._trial.is_issued_late(separate):
             return
-        joined = self._compiled(candidate, joined=True)
-        figures = self._figures(joined)
-        if figures is None or not figures.exact:
+        joined = self._compiled(candidate, joins_kernels=True)
+        try:
+            figures = self._trial.measure(joined)
+            before, after = map(sum, self._trial.race([separate, joined]))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:
+            # Whatever an experiment may raise: the form as it was is still there.
             return
-        before, after = map(sum, self._trial.race([separate, joined]))
-        if after <= _NO_SLOWER * before:
-            self.are_joined = True
+        if figures.exact and after <= _NO_SLOWER * before:
+            self.joins_kernels = True
             self._passed[_key(candidate)] = candidate, joined, figures
 
-    def _compiled(self, candidate: Candidate, *, joined: bool = False) -> CompiledForm:
+    def _compiled(self, candidate: Candidate, *, joins_kernels: bool = False) -> CompiledForm:
         _, forward = self._example.subject
         names = self._name, *_key(candidate)
-        joined |= self.are_joined
-        return compiled_form(forward, *names, precise=self._exact, joined=joined)
+        how = {"precise": self._exact, "joins_kernels": joins_kernels or self.joins_kernels}
+        return compiled_form(forward, *names, **how)
 
     def _figures(self, compiled: CompiledForm) -> Figures | None:
         """What is measured of a form; None where torch's compiler has reached its limits."""
@@ -200,6 +217,7 @@ class _Trials:
                     f"compiled and run alone, it raised {reason_of(error)}"
                 ) from None
             # The other forms are still there.
+            self.num_failed += 1
             return None
 
     def forms(self) -> list[Form]:

@@ -35,6 +35,8 @@ NUM_PRICES = 32
 
 # Of the largest value: what is no larger is kept without a thought, statistics above all.
 TINY_SHARE = 1 / 64
+# Of all values: where many small ones come to more than this, the rest of them are not tiny.
+TINY_TOGETHER = 1 / 16
 
 # SciPy's flow has 32-bit capacities: everything finite together stays below the infinite one.
 INFINITE = 2**30
@@ -96,8 +98,7 @@ def candidates_apart(
     (statistics, casts of weights) is dropped in the smallest set alone.
     """
     handed = [joint.by_name[name] for name in first.kept]
-    tiny_bytes = max(map(node_bytes, handed), default=0) * TINY_SHARE
-    tiny = {node.name for node in handed if node_bytes(node) <= tiny_bytes}
+    tiny = _tiny(handed)
     cuts = [set(cut) for cut in _cuts(joint, seconds, handed, set(handed))]
     least = min(cuts, key=lambda cut: kept_bytes(joint, tuple(cut)), default=set())
     found: dict[tuple[str, ...], Candidate] = {}
@@ -110,6 +111,19 @@ def candidates_apart(
             nbytes = kept_bytes(joint, kept)
             found[kept] = Candidate(f"apart {number}", kept, nbytes, spent, whole=first.kept)
     return _spread(first, list(found.values()), most)
+
+
+def _tiny(nodes: Sequence[Any]) -> set[str]:
+    """The names of those that are small beside the largest, and together beside all."""
+    tiny_bytes = max(map(node_bytes, nodes), default=0) * TINY_SHARE
+    left_bytes = sum(map(node_bytes, nodes)) * TINY_TOGETHER
+    found = set[str]()
+    for node in sorted(nodes, key=node_bytes):
+        left_bytes -= node_bytes(node)
+        if node_bytes(node) > tiny_bytes or left_bytes < 0:
+            break
+        found.add(node.name)
+    return found
 
 
 def with_seeds(joint: JointGraph, first: Candidate) -> Candidate:

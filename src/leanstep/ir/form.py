@@ -61,15 +61,15 @@ class Form:
 class Kind:
     """A kind of block and the forms worth having, the compiler's own choice first.
 
-    `precise`: compiled so that fused kernels round as separate ones do. `joined`: kernels that do
-    not wait for each other are launched as one, where the CPU was seen to be late with launching.
+    `precise`: compiled so that fused kernels round as separate ones do. `joins_kernels`: those that
+    do not wait for each other are launched as one, where the CPU was seen to be late with that.
     `num_inexact` forms were compiled and left out because they gave other bits.
     """
 
     name: str
     forms: tuple[Form, ...]
     precise: bool = True
-    joined: bool = False
+    joins_kernels: bool = False
     num_inexact: int = 0
 
     @property

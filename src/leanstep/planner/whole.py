@@ -19,6 +19,7 @@ from leanstep.simulator import peak_op, simulate, timeline
 from leanstep.solvers.base import PICOSECONDS, Choice, Outcome, Problem, Solution, Solver
 from leanstep.solvers.chain import chain_of, loose_chain
 from leanstep.solvers.mu_two import MuTwo
+from leanstep.solvers.optimal import Optimal
 from leanstep.solvers.registry import find_solver
 from leanstep.solvers.relaxation import relax
 from leanstep.units import parse_budget
@@ -222,8 +223,10 @@ def _with_the_host(
     best = _with_more_room(space, solver, budget_bytes, least_seconds)
     if best is None or not space.profile.copy_seconds:
         return best
-    problems = (space.roomier(share, least_seconds) for share in SMALLER_SHARES)
-    less = (back(solver.solve(problem, budget_bytes)) for problem, back in problems)
+    less = (
+        _solved_with_room(space, solver, budget_bytes, share, least_seconds)
+        for share in SMALLER_SHARES
+    )
     found = (solver.lowest(space.problem), *less)
     fewer = (_moved(space, solution, budget_bytes, least_seconds) for solution in found)
     answers = (best, *(answer for answer in fewer if answer))
@@ -241,14 +244,10 @@ def _with_more_room(
     if not capacity_bytes(space.profile):
         return None
 
-    def solved(share: float) -> Solution:
-        problem, back = space.roomier(share, least_seconds)
-        return back(solver.solve(problem, budget_bytes))
-
     best, fits, too_much = None, 0.0, 1.0
     for trial in range(MOST_SHARES):
         share = FIRST_SHARES[trial] if trial < len(FIRST_SHARES) else (fits + too_much) / 2
-        solution = solved(share)
+        solution = _solved_with_room(space, solver, budget_bytes, share, least_seconds)
         if not solution.is_found:
             break
         answer = _moved(space, solution, budget_bytes, least_seconds)
@@ -260,6 +259,15 @@ def _with_more_room(
         if fits == 1.0:
             break
     return best or _moved(space, solver.lowest(space.problem), budget_bytes, least_seconds)
+
+
+def _solved_with_room(
+    space: Space, solver: Solver, budget_bytes: int, share: float, least_seconds: float
+) -> Solution:
+    problem, back = space.roomier(share, least_seconds)
+    # What the greedy drops beyond the lists has no room there: to ask for it takes time alone.
+    solve = solver.listed if isinstance(solver, Optimal) else solver.solve
+    return back(solve(problem, budget_bytes))
 
 
 def _moved(
@@ -308,7 +316,8 @@ def bound_seconds(space: Space, solution: Solution, budget_bytes: int) -> float:
     Runs of calls made one can do what single calls cannot: their bound is then one for both.
     """
     if solution.outcome is Outcome.OPTIMAL:
-        return solution.bound_seconds
+        # Of the best of all listed choices, maybe: the greedy's plans are more than these.
+        return min(solution.bound_seconds, _greedy_seconds(space.problem, budget_bytes))
     problems = {
         id(problem): problem for problem in (space.problem, solution.problem or space.problem)
     }
@@ -317,13 +326,15 @@ def bound_seconds(space: Space, solution: Solution, budget_bytes: int) -> float:
 
 
 def relaxed_seconds(problem: Problem, budget_bytes: int) -> float:
-    """The linear relaxation's least time: a bound for every choice of the problem.
+    """A bound for all plans of the space: the linear relaxation's least time, or the greedy's."""
+    relaxed = _relaxed_listed_seconds(problem, budget_bytes)
+    return min(relaxed, _greedy_seconds(problem, budget_bytes))
 
-    Of the plans beyond what is listed, those of the greedy, the fastest is known.
-    """
+
+def _greedy_seconds(problem: Problem, budget_bytes: int) -> float:
+    """The time of the fastest of the greedy's plans, which need not be listed."""
     greedy = MuTwo().solve(problem, budget_bytes)
-    beyond = problem.seconds(greedy.picks) if greedy.is_found else math.inf
-    return min(_relaxed_listed_seconds(problem, budget_bytes), beyond)
+    return problem.seconds(greedy.picks) if greedy.is_found else math.inf
 
 
 def _relaxed_listed_seconds(problem: Problem, budget_bytes: int) -> float:

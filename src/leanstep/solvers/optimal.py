@@ -41,17 +41,16 @@ class Optimal:
 
     def solve(self, problem: Problem, budget_bytes: int) -> Solution:
         """Take the fastest of what is listed, or a plan of the greedy's that is faster yet."""
-        listed = self._listed(problem, budget_bytes)
+        listed = self.listed(problem, budget_bytes)
         greedy = MuTwo().solve(problem, budget_bytes)
         if not greedy.is_found or (listed.is_found and not _is_faster(problem, greedy, listed)):
             return listed
+        seconds = problem.seconds(greedy.picks)
         if listed.outcome in (Outcome.OPTIMAL, Outcome.INFEASIBLE):
-            return replace(
-                greedy, outcome=Outcome.OPTIMAL, bound_seconds=problem.seconds(greedy.picks)
-            )
-        return replace(greedy, bound_seconds=listed.bound_seconds)
+            return replace(greedy, outcome=Outcome.OPTIMAL, bound_seconds=seconds)
+        return replace(greedy, bound_seconds=min(listed.bound_seconds, seconds))
 
-    def _listed(self, problem: Problem, budget_bytes: int) -> Solution:
+    def listed(self, problem: Problem, budget_bytes: int) -> Solution:
         """Walk the chain; then make sure that nothing faster fits the exact levels."""
         chain = chain_of(problem)
         slack_bytes = chain.slack_bytes(budget_bytes)
@@ -65,7 +64,8 @@ class Optimal:
         fitting: list[Solution] = []
         if not is_exact:
             # Where levels are exact, the walk itself says whether anything fits.
-            fitting = [s for s in [self.lowest(problem)] if _peak_bytes(problem, s) <= budget_bytes]
+            lowest = _lowest_listed(problem)
+            fitting = [lowest] if _peak_bytes(problem, lowest) <= budget_bytes else []
         for number, found in enumerate(_answers(problem, chain, budget_bytes)):
             # The first answer allows every selection that fits exactly: none is faster.
             bound = found.bound_picoseconds / PICOSECONDS if number == 0 else bound
@@ -83,11 +83,16 @@ class Optimal:
         return Solution(outcome, best.picks, best.problem, bound_seconds=proved)
 
     def lowest(self, problem: Problem) -> Solution:
-        """Find the lowest peak by bisection, then the least time there."""
-        found = problem.notebook.get("lowest")
-        if not isinstance(found, Solution):
-            found = problem.notebook["lowest"] = _lowest(problem)
-        return found
+        """Find the lowest peak by bisection, then the least time there; or the greedy's peak."""
+        found = (_lowest_listed(problem), MuTwo().lowest(problem))
+        return min(found, key=lambda s: (_peak_bytes(problem, s), problem.picoseconds(s.picks)))
+
+
+def _lowest_listed(problem: Problem) -> Solution:
+    found = problem.notebook.get("lowest")
+    if not isinstance(found, Solution):
+        found = problem.notebook["lowest"] = _lowest(problem)
+    return found
 
 
 def _is_faster(problem: Problem, one: Solution, other: Solution) -> bool:
