@@ -61,7 +61,7 @@ def test_without_exactness_more_can_be_dropped_and_rounding_is_all_that_differs(
 def test_blocks_of_small_kernels_are_issued_late_and_have_them_joined():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 64, 1), *(Bottleneck(64, 16, 1) for _ in range(3))).cuda()
-    batch = torch.randn(2, 3, 8, 8, device="cuda")
+    batch = torch.randn(16, 3, 16, 16, device="cuda")
     fitted = leanstep.fit(
         model, batch, lambda model, batch: model(batch).mean(), engine="inductor", budget="100%"
     )

@@ -71,10 +71,23 @@ def compiler(monkeypatch):
     inductor.compiled_form.cache_clear()
 
 
+def race_to(monkeypatch, share):
+    """Let joined kernels take so much of the time of the separate ones."""
+    race = Trial.race
+
+    def raced(self, forms):
+        are_joined = ["combo_kernels" in form._settings for form in forms]
+        is_choice = are_joined == [False, True]
+        return [(1.0, 1.0), (share, share)] if is_choice else race(self, forms)
+
+    monkeypatch.setattr(Trial, "race", raced)
+
+
 @pytest.fixture
 def late(monkeypatch):
-    """A device that runs every block sooner than the CPU issues it."""
+    """A device that runs every block sooner than the CPU issues it, and joined ones as soon."""
     monkeypatch.setattr(Trial, "is_issued_late", lambda self, form: True)
+    race_to(monkeypatch, 1.0)
 
 
 def kind_of(model):
@@ -163,12 +176,7 @@ def test_a_form_that_cannot_be_joined_has_its_kind_done_again_without(compiler, 
 def test_joined_kernels_may_take_the_device_as_good_as_no_longer(
     compiler, late, monkeypatch, after, is_joined
 ):
-    race, measure = Trial.race, Trial.measure
-
-    def timed(self, forms):
-        are_two = len(forms) == 2 and "combo_kernels" in forms[1]._settings
-        is_first = are_two and "combo_kernels" not in forms[0]._settings
-        return [(1.0, 1.0), (after, after)] if is_first else race(self, forms)
+    measure = Trial.measure
 
     def higher_when_joined(self, form):
         figures = measure(self, form)
@@ -177,7 +185,7 @@ def test_joined_kernels_may_take_the_device_as_good_as_no_longer(
 
     expected = kind_of(model_of()).unplanned.backward_rise_bytes
     inductor.compiled_form.cache_clear()
-    monkeypatch.setattr(Trial, "race", timed)
+    race_to(monkeypatch, after)
     monkeypatch.setattr(Trial, "measure", higher_when_joined)
     kind = kind_of(model_of())
 
