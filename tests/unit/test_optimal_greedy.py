@@ -9,7 +9,6 @@ from leanstep.errors import BudgetError
 from leanstep.planner import plan_in, prepare
 from leanstep.solvers import Outcome, base
 from leanstep.solvers.base import Call, Candidate, Choice, Problem
-from leanstep.solvers.chain import chain_of
 from leanstep.solvers.mu_two import MuTwo
 from leanstep.solvers.optimal import Optimal
 from leanstep.testing import dag_profile
@@ -73,17 +72,15 @@ def drawn_call(draw, place):
     return Call(f"{place}", choices, start, stop, first, drop, lambda: candidates, (), span)
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_no_bound_is_above_the_plan_itself(monkeypatch, seed):
+@pytest.mark.parametrize(("seed", "budget"), [(2, 288), (52, 242), (57, 288), (88, 236)])
+def test_no_bound_is_above_the_plan_itself(monkeypatch, seed, budget):
     # As if there were too many choices for the integer program.
     monkeypatch.setattr(base, "SMALL_CHOICES", 0)
-    problem, solver = drawn_problem(seed), Optimal()
-    if not chain_of(problem).is_complete:
-        pytest.skip("nothing is proved here")
-    low = problem.peak_bytes(solver.lowest(problem).picks)
-    for budget in range(low, problem.peak_bytes(problem.kept), 7):
-        found = solver.solve(problem, budget)
-        assert found.bound_seconds <= problem.seconds(found.picks) + 1e-9, budget
+    problem = drawn_problem(seed)
+    found = Optimal().solve(problem, budget)
+
+    assert Optimal().listed(problem, budget).bound_seconds > problem.seconds(found.picks)
+    assert found.bound_seconds <= problem.seconds(found.picks)
 
 
 def test_what_no_list_meets_and_the_greedy_does_is_proved(monkeypatch):

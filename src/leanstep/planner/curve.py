@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from leanstep.errors import InputError
 from leanstep.ir import Frontier, FrontierPoint, Profile
-from leanstep.planner.whole import Space, bound_seconds, prepare
+from leanstep.planner.bounds import bound_seconds
+from leanstep.planner.whole import Space, prepare
 from leanstep.solvers.base import Solver
 from leanstep.solvers.registry import CURVED, find_solver
 
@@ -71,7 +72,7 @@ def _points(
             problem = solution.problem or space.problem
             extra = problem.seconds(solution.picks) - space.unplanned_seconds
             if budget_bytes not in bounds:
-                bound = bound_seconds(space, solution, budget_bytes)
+                bound = bound_seconds(space.problem, solution, budget_bytes)
                 bounds[budget_bytes] = bound - space.unplanned_seconds
             yield FrontierPoint(
                 solver=solver.name,

@@ -8,6 +8,7 @@ from leanstep.blockgraph import BlockGraph
 from leanstep.errors import BudgetError
 from leanstep.ir import Engine, Kind, Offload, Plan, Profile, Timeline
 from leanstep.ir.exclusion import left_out
+from leanstep.planner.bounds import bound_seconds, relaxed_seconds
 from leanstep.planner.lower import effects, lower
 from leanstep.planner.offload import LEAST_SECONDS, capacity_bytes, find_offload, roomier
 from leanstep.planner.option import CallOptions, Option
@@ -16,12 +17,9 @@ from leanstep.planner.overrides import Rule, parse_rules, unmet
 from leanstep.planner.replay_options import hooked
 from leanstep.planner.segments import Part, Parts
 from leanstep.simulator import peak_op, simulate, timeline
-from leanstep.solvers.base import PICOSECONDS, Choice, Outcome, Problem, Solution, Solver
-from leanstep.solvers.chain import chain_of, loose_chain
-from leanstep.solvers.mu_two import MuTwo
+from leanstep.solvers.base import Choice, Outcome, Problem, Solution, Solver
 from leanstep.solvers.optimal import Optimal
 from leanstep.solvers.registry import find_solver
-from leanstep.solvers.relaxation import relax
 from leanstep.units import parse_budget
 
 # How much of what the link could move is tried first; then halfway between what was too much and
@@ -301,48 +299,13 @@ def _bound(
     if not answer.extra_seconds:
         return 0.0
     is_hopeless = solution.outcome is Outcome.INFEASIBLE
-    alone = math.inf if is_hopeless else bound_seconds(space, solution, budget_bytes)
+    alone = math.inf if is_hopeless else bound_seconds(space.problem, solution, budget_bytes)
     room = capacity_bytes(space.profile) if offload else 0
     if not room:
         return alone
     # Something goes there, or nothing.
     moved = relaxed_seconds(space.problem, budget_bytes + room) + space.profile.copy_seconds
     return min(alone, moved)
-
-
-def bound_seconds(space: Space, solution: Solution, budget_bytes: int) -> float:
-    """A proved lower bound for all plans whose exact peak fits: the solver's, or the relaxation.
-
-    Runs of calls made one can do what single calls cannot: their bound is then one for both.
-    """
-    if solution.outcome is Outcome.OPTIMAL:
-        # Of the best of all listed choices, maybe: the greedy's plans are more than these.
-        return min(solution.bound_seconds, _greedy_seconds(space.problem, budget_bytes))
-    problems = {
-        id(problem): problem for problem in (space.problem, solution.problem or space.problem)
-    }
-    relaxed = min(relaxed_seconds(problem, budget_bytes) for problem in problems.values())
-    return max(solution.bound_seconds, relaxed)
-
-
-def relaxed_seconds(problem: Problem, budget_bytes: int) -> float:
-    """A bound for all plans of the space: the linear relaxation's least time, or the greedy's."""
-    relaxed = _relaxed_listed_seconds(problem, budget_bytes)
-    return min(relaxed, _greedy_seconds(problem, budget_bytes))
-
-
-def _greedy_seconds(problem: Problem, budget_bytes: int) -> float:
-    """The time of the fastest of the greedy's plans, which need not be listed."""
-    greedy = MuTwo().solve(problem, budget_bytes)
-    return problem.seconds(greedy.picks) if greedy.is_found else math.inf
-
-
-def _relaxed_listed_seconds(problem: Problem, budget_bytes: int) -> float:
-    chain = chain_of(problem)
-    if not chain.is_complete or chain.slack_bytes(budget_bytes):
-        chain = loose_chain(problem, chain)
-    relaxation = relax(problem, chain, budget_bytes)
-    return 0.0 if relaxation is None else relaxation.bound_picoseconds / PICOSECONDS
 
 
 def _budget_error(space: Space, solver: Solver, budget_bytes: int, *, offload: bool) -> BudgetError:
