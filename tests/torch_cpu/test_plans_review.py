@@ -1,6 +1,7 @@
 """What a hostile review of whole plans found: each of these failed before its repair."""
 
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -79,14 +80,11 @@ def encoder() -> tuple[nn.Module, torch.Tensor]:
     return nn.TransformerEncoder(layer, 4), torch.randn(16, 64, 128)
 
 
-def test_no_solver_is_faster_than_optimal_near_the_floor() -> None:
-    model, batch = encoder()
-    # Times of a roofline: what those of a busy machine can show is below.
-    profile = replace(leanstep.profile(model, batch, square, device="h200"), link=None)
+def compare_solvers(profile: leanstep.Profile, places: Iterable[int]) -> set[str]:
+    """No solver may be faster than the default one, or prove more; which ones had a plan."""
     low, high = floor_bytes(profile), profile.peak_bytes
-
     compared = set()
-    for place in range(0, 8, 2):
+    for place in places:
         budget = low + (high - low) * place // 40
         best = leanstep.plan(profile, budget)
         for solver in ("mu_two", "chain_dp", "uniform"):
@@ -96,8 +94,17 @@ def test_no_solver_is_faster_than_optimal_near_the_floor() -> None:
                 continue
             compared.add(solver)
             assert best.extra_seconds <= other.extra_seconds + 1e-12, (solver, place)
-            assert other.bound_seconds <= best.extra_seconds + 1e-9
-    assert {"mu_two", "chain_dp"} <= compared
+            assert other.bound_seconds <= best.extra_seconds + 1e-12, (solver, place)
+    return compared
+
+
+def test_no_solver_is_faster_than_optimal_near_the_floor() -> None:
+    model, batch = encoder()
+    for profile in (
+        leanstep.profile(model, batch, square),
+        replace(leanstep.profile(model, batch, square, device="h200"), link=None),
+    ):
+        assert {"mu_two", "chain_dp"} <= compare_solvers(profile, range(0, 8, 2))
 
 
 def test_no_solver_is_faster_than_optimal_whatever_ops_take() -> None:
@@ -107,16 +114,6 @@ def test_no_solver_is_faster_than_optimal_whatever_ops_take() -> None:
     times = [1e-4 * draw.lognormvariate(0, 1) for _ in profile.costs]
     pairs = zip(profile.costs, times, strict=True)
     costs = tuple(replace(cost, seconds=seconds, recipe=None) for cost, seconds in pairs)
-    profile = replace(profile, costs=costs, step_seconds=sum(times))
-    low, high = floor_bytes(profile), profile.peak_bytes
+    drawn = replace(profile, costs=costs, step_seconds=sum(times))
 
-    for place in (0, 1, 2, 3, 5, 8, 13, 21):
-        budget = low + (high - low) * place // 40
-        best = leanstep.plan(profile, budget)
-        for solver in ("mu_two", "chain_dp", "uniform"):
-            try:
-                other = leanstep.plan(profile, budget, solver=solver)
-            except BudgetError:
-                continue
-            assert best.extra_seconds <= other.extra_seconds + 1e-12, (solver, place)
-            assert other.bound_seconds <= best.extra_seconds + 1e-12, (solver, place)
+    assert "mu_two" in compare_solvers(drawn, (0, 1, 2, 3, 5, 8, 13, 21))

@@ -156,7 +156,6 @@ class Lot:
 
     def __init__(self, plan: Plan) -> None:
         entries = [(place, e) for place, d in enumerate(plan.decisions) for e in d.offload]
-        self.is_used = bool(entries)
         self._order = {(place, e.key): number for number, (place, e) in enumerate(entries)}
         self._sent = _waiting(place for place, _ in entries)
         self._leaving = _waiting(place + entry.release for place, entry in entries)

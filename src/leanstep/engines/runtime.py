@@ -157,8 +157,7 @@ class BlockRuntime:
         place = self._place()
         self.watch.see(f"{self.name}, call {place}", _tensor_bytes(args, kwargs))
         out = self._run(place, module, forward, args, kwargs)
-        if self.rounds.lot.is_used:
-            self.rounds.lot.call_ended(self.numbers[place], out, self.rounds.saw_backward)
+        self.rounds.lot.call_ended(self.numbers[place], out, self.rounds.saw_backward)
         return out
 
     def _run(
@@ -281,7 +280,5 @@ class BlockRuntime:
 
 
 def _tensor_bytes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
-        return args[0].nbytes
     leaves, _ = flat_call(args, kwargs)
     return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))

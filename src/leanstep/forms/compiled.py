@@ -112,12 +112,16 @@ def _kind(
     if not exact or len(sighting.blocks) >= effort.fewest_blocks:
         others = candidates(joint, seconds, first, effort.most_forms - 1)
         _add_others(trials, others, effort.most_inexact)
-    forms = without_beaten(trials.forms())
     if trials.joins_kernels and trials.num_failed:
         # What joined kernels cannot do might be a form that a budget needs.
         return _kind(sighting, device, effort, exact, may_join_kernels=False)
-    how = {"precise": exact, "joins_kernels": trials.joins_kernels}
-    return Kind(sighting.name, forms, **how, num_inexact=trials.num_inexact)
+    return Kind(
+        sighting.name,
+        without_beaten(trials.forms()),
+        precise=exact,
+        joins_kernels=trials.joins_kernels,
+        num_inexact=trials.num_inexact,
+    )
 
 
 def _least_with_its_bits(trials: "_Trials", joint: JointGraph, first: Candidate) -> Candidate:

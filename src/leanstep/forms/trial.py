@@ -18,9 +18,9 @@ from leanstep.errors import MeasureError
 from leanstep.forms.kinds import Example
 from leanstep.outcome import same
 from leanstep.recorder.values import has_storage
-from leanstep.steptime import synchronize
+from leanstep.steptime import step_time
 from leanstep.torch_private import storage_address, tree_leaves
-from leanstep.truth import OpMeter, Stopwatch, allocated_bytes, stopwatch
+from leanstep.truth import OpMeter, allocated_bytes, stopwatch
 
 _ROUNDS = 4
 _REPEATS = 3
@@ -81,15 +81,10 @@ class Trial:
 
     def _issue_seconds(self, form: CompiledForm) -> tuple[float, float]:
         """What the CPU takes to issue forward and backward; the device is idle before."""
-        watch = Stopwatch()
-        synchronize(self.device)
-        watch.lap()
-        outputs = self._forward(form)
-        watch.lap()
-        self._backward(outputs)
-        watch.lap()
-        forward, backward = watch.seconds()
-        return forward, backward
+        outputs: list[torch.Tensor] = []
+        forward = step_time(lambda: outputs.extend(self._forward(form)), self.device)
+        backward = step_time(lambda: self._backward(outputs), self.device)
+        return forward.issue_seconds, backward.issue_seconds
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
