@@ -7,21 +7,23 @@ late: torch takes a second and more to load its compiler.
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.fx
 
+from leanstep.torch_autograd import Halves, Parts, Run
+from leanstep.torch_private import active_compiler
+
 # A joint graph of forward and backward in, a graph of each out: (joint, number of outputs of
 # forward, places of inputs that stay where they are) -> (forward, backward).
 Partition = Callable[[torch.fx.GraphModule, int, list[int]], tuple[Any, Any]]
 
-# A graph that will be compiled, and whether it is the one of backward, in; out what makes of the
-# compiled function the one that shall run in its place. Both take a list of arguments and empty it.
-Wrap = Callable[
-    [torch.fx.GraphModule, bool],
-    Callable[[Callable[[list[Any]], Any]], Callable[[list[Any]], Any]],
-]
+# A graph that will be compiled, and whether it is the one of backward, in; out what makes of its
+# program the one that shall run in its place.
+Wrap = Callable[[torch.fx.GraphModule, bool], Callable[[Run], Run]]
 
 
 def compile_with_inductor(
@@ -31,14 +33,13 @@ def compile_with_inductor(
     key: str,
     settings: dict[str, Any],
     wrap: Wrap | None = None,
-) -> Callable[..., Any]:
+) -> tuple[Callable[..., Any], Halves | None]:
     """Compile what Dynamo has captured, split into forward and backward by a partition of ours.
 
-    `key` names the partition in Inductor's caches. With a `wrap`, only kernels are taken from a
-    cache: the partition is asked in any case.
+    `key` names the partition in Inductor's caches, of which only kernels are taken: the partition
+    is asked in any case.
     """
     # Late: torch loads its compiler for this.
-    from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
@@ -54,26 +55,85 @@ def compile_with_inductor(
             # Inductor pickles its settings to find what it has compiled before.
             return str, (key,)
 
+    parts = Parts()
+
     def compile_part(part: Any, part_inputs: Any, **choices: Any) -> Any:
-        assert wrap is not None
+        is_backward = bool(choices.get("is_backward"))
         # First: Inductor's passes put other nodes in the place of those that the graph returns.
-        wrapped = wrap(part, bool(choices.get("is_backward")))
+        wrapped = None if wrap is None else wrap(part, is_backward)
+        parts.begin(part, is_backward)
         compiled: Any = compile_fx_inner(part, part_inputs, **choices)
-        return _boxed(wrapped(compiled))
+        run = compiled if wrapped is None else _boxed(wrapped(compiled))
+        parts.end(is_backward, run)
+        return run
 
     patches = {**settings, "custom_partitioner_fn": Partitioner()}
-    inner = compile_fx_inner if wrap is None else compile_part
-    cached = config.enable_autograd_cache and wrap is None
-    with config.patch(enable_autograd_cache=cached):
-        compiled: Any = compile_fx(graph, list(inputs), inner_compile=inner, config_patches=patches)
-    run: Callable[..., Any] = compiled
-    return run
+    with _compiling_both():
+        compiled: Any = compile_fx(
+            graph, list(inputs), inner_compile=compile_part, config_patches=patches
+        )
+    return compiled, parts.halves(len(inputs))
 
 
-def _boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+def _compiling_both() -> AbstractContextManager[Any]:
+    """Have AOTAutograd compile backward together with forward, and neither come from its cache."""
+    from torch._functorch import config
+
+    patch: Any = config.patch
+    both: AbstractContextManager[Any] = patch(
+        enable_autograd_cache=False, force_non_lazy_backward_lowering=True
+    )
+    return both
+
+
+def _boxed(run: Run) -> Run:
     """The function, marked as one that takes its arguments in a list."""
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+class ShortCall:
+    """A function and what torch has compiled of it, past the Python that torch has around a call.
+
+    That takes as long as a few kernels take to launch. Torch's guards are asked as ever: they alone
+    decide whether compiled code may run. Where they say no, torch is called, and may compile anew.
+    """
+
+    def __init__(self, function: FunctionType, compiled: Callable[..., Any]) -> None:
+        code, cells = function.__code__, function.__closure__ or ()
+        self._function, self._compiled = function, compiled
+        # As the guards want them: what a function is called with, and what it closes over.
+        self._names = code.co_varnames[:3]
+        free = zip(code.co_freevars, cells, strict=True)
+        self._free = {name: cell.cell_contents for name, cell in free}
+        # Of one entry, together: another thread may find another.
+        self._known: tuple[Any, Callable[..., Any]] | None = None
+
+    def __call__(self, subject: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call it with a first argument and others."""
+        known = self._known
+        if known is not None and active_compiler() is None:
+            guards, run = known
+            values = subject, args, kwargs
+            # Guards that are out of date have lost their entry.
+            if guards.cache_entry is not None and guards.check(
+                {**self._free, **dict(zip(self._names, values, strict=True))}
+            ):
+                return run(subject, *args, **kwargs)
+        out = self._compiled(subject, *args, **kwargs)
+        self._known = self._last_run()
+        return out
+
+    def _last_run(self) -> tuple[Any, Callable[..., Any]] | None:
+        """The guards and the code of what torch has just run: the first of what it has compiled."""
+        from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+        function = self._function
+        for entry in _debug_get_cache_entry_list(function.__code__)[:1]:
+            if entry.code.co_freevars == function.__code__.co_freevars:
+                same = function.__name__, function.__defaults__, function.__closure__
+                return entry.guard_manager, FunctionType(entry.code, function.__globals__, *same)
+        return None
 
 
 def is_backward_compiled() -> bool:
@@ -89,7 +149,7 @@ def compile_to_python(
     key: str,
     settings: dict[str, Any],
     wrap: Wrap | None = None,
-) -> Callable[..., Any]:
+) -> tuple[Callable[..., Any], Halves | None]:
     """The same without a compiler of C++ or Triton: both graphs run op by op."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch import aot_autograd as joint_graphs
@@ -98,9 +158,15 @@ def compile_to_python(
         static = kwargs.get("static_lifetime_input_indices") or []
         return partition(joint, kwargs["num_fwd_outputs"], static)
 
+    parts = Parts()
+
     def compile_part(part: Any, _: Any, *, is_backward: bool) -> Any:
+        parts.begin(part, is_backward)
         run = joint_graphs.make_boxed_func(part.forward)  # type: ignore[attr-defined]
-        return run if wrap is None else _boxed(wrap(part, is_backward)(run))
+        if wrap is not None:
+            run = _boxed(wrap(part, is_backward)(run))
+        parts.end(is_backward, run)
+        return run
 
     backend = aot_autograd(
         fw_compiler=functools.partial(compile_part, is_backward=False),
@@ -109,13 +175,12 @@ def compile_to_python(
         # As under Inductor: who writes an input says so in the graph.
         keep_inference_input_mutations=True,
     )
-    compiled: Callable[..., Any] = backend(graph, list(inputs))
-    return compiled
+    with _compiling_both():
+        compiled: Callable[..., Any] = backend(graph, list(inputs))
+    return compiled, parts.halves(len(inputs))
 
 
-def compile_alone_with_inductor(
-    graph: torch.fx.GraphModule, settings: dict[str, Any]
-) -> Callable[[list[Any]], Sequence[Any]]:
+def compile_alone_with_inductor(graph: torch.fx.GraphModule, settings: dict[str, Any]) -> Run:
     """Compile a graph that has no backward; the function empties the list it is called with."""
     from torch._guards import TracingContext, detect_fake_mode, tracing
     from torch._inductor import config
@@ -127,7 +192,7 @@ def compile_alone_with_inductor(
     # A context of its own: that of the capture knows the layouts of another graph.
     with config.patch(patches), tracing(TracingContext(detect_fake_mode(inputs))):
         compiled: Any = compile_fx_inner(graph, inputs)
-    run: Callable[[list[Any]], Sequence[Any]] = compiled
+    run: Run = compiled
     return run
 
 
@@ -157,9 +222,7 @@ def lay_out_inputs(graph: torch.fx.GraphModule, strides: Sequence[tuple[int, ...
             node.meta["val"] = value.new_empty_strided(value.shape, stride)
 
 
-def compile_alone_to_python(
-    graph: torch.fx.GraphModule, settings: dict[str, Any]
-) -> Callable[[list[Any]], Sequence[Any]]:
+def compile_alone_to_python(graph: torch.fx.GraphModule, settings: dict[str, Any]) -> Run:
     """The same without a compiler of C++ or Triton."""
     return lambda inputs: graph.forward(*inputs)
 

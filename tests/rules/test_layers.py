@@ -26,6 +26,7 @@ SOLVERS = SIMULATOR | {"solvers"}
 PLANNER = SOLVERS | {"planner"}
 DEVICE = REBUILD | {
     "torch_private",
+    "torch_autograd",
     "torch_compiler",
     "torch_interpreter",
     "torch_precision",
@@ -59,7 +60,8 @@ MAY_IMPORT = {
     "reporters": PLANNER | {"reporters"},
     "condense": IR,
     "torch_private": BASE,
-    "torch_compiler": BASE,
+    "torch_autograd": BASE,
+    "torch_compiler": BASE | {"torch_private", "torch_autograd"},
     "torch_interpreter": BASE,
     "torch_precision": BASE,
     "owners": BASE | {"torch_private"},
@@ -115,7 +117,7 @@ TORCH = {
     ),
     *("eager", "owners", "generators", "torch_compiler", "forms", "outcome", "study", "checkup"),
     *("cutter", "firststep", "lazy", "sharing", "reduction", "torch_interpreter"),
-    "torch_precision",
+    *("torch_precision", "torch_autograd"),
 }
 WITHOUT_TORCH = (
     "corrections",

@@ -1,6 +1,6 @@
 """Names of torch that begin with an underscore are used in torch_private.py, the compiler's in
-torch_compiler.py, those of the interpreter of graphs in torch_interpreter.py, those of float32's
-precision in torch_precision.py.
+torch_compiler.py, those of nodes of autograd in torch_autograd.py, those of the interpreter of
+graphs in torch_interpreter.py, those of float32's precision in torch_precision.py.
 
 They change between versions of torch; that file says what each is for and which versions have it.
 """
@@ -12,7 +12,13 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "leanstep"
-HOMES = ("torch_private.py", "torch_compiler.py", "torch_interpreter.py", "torch_precision.py")
+HOMES = (
+    "torch_private.py",
+    "torch_autograd.py",
+    "torch_compiler.py",
+    "torch_interpreter.py",
+    "torch_precision.py",
+)
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if path.name not in HOMES)
 
 

@@ -15,10 +15,8 @@ import torch
 
 from leanstep.engines.settings import Settings, Switch, settings_now
 from leanstep.step import autocast_is_on, no_autocast
+from leanstep.torch_autograd import Run
 from leanstep.torch_compiler import result_strides
-
-# A program as the compiler makes it: it empties the list of arguments that it is called with.
-Run = Callable[[list[Any]], Sequence[Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +88,7 @@ class Dropper:
                 pairs = list(zip(rebuild.arguments, self._strides, strict=True))
                 for place, stride in reversed(pairs):
                     # Taken off: the program lets go of each as soon as it can.
-                    arguments[place] = _laid_out(made.pop(), stride)
+                    arguments[place] = laid_out(made.pop(), stride)
             return run(arguments)
 
         return backward
@@ -99,7 +97,7 @@ class Dropper:
         self, rebuild: Rebuild, arguments: Sequence[Any], settings: Settings
     ) -> Sequence[torch.Tensor]:
         pairs = zip(rebuild.sources, rebuild.strides, strict=True)
-        sources = [_laid_out(arguments[place], stride) for place, stride in pairs]
+        sources = [laid_out(arguments[place], stride) for place, stride in pairs]
         with Switch() as switch:
             # Products look at them as they run, compiled or not.
             switch.to(settings)
@@ -130,7 +128,7 @@ def _noted(settings: Settings) -> torch.Tensor:
         return _notes[settings]
 
 
-def _laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+def laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     """The tensor with other strides; those of a single element say nothing."""
     if tensor.stride() == stride:
         return tensor

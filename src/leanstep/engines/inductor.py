@@ -23,10 +23,12 @@ from leanstep.eager import is_compiler_loaded
 from leanstep.engines.apart import Dropper, Rebuild
 from leanstep.engines.attach import original_class
 from leanstep.engines.joint import Apart, JointGraph, LostNodeError
+from leanstep.engines.node import short_way
 from leanstep.engines.parking import Keep, Spaces, hooks_of, kept_or_parked
 from leanstep.engines.scope import Scope
 from leanstep.ir import Form, Kind
 from leanstep.torch_compiler import (
+    ShortCall,
     compile_alone_with_inductor,
     compile_with_inductor,
     compiler_errors,
@@ -116,9 +118,10 @@ class CompiledForm:
         dropper = Dropper(lambda: self._is_dropping)
         wrap = dropper.wrapped if self._whole else None
         with quietly():
-            run = self.compile_graph(graph, inputs, partition, self._key, self._settings, wrap)
+            made = self.compile_graph(graph, inputs, partition, self._key, self._settings, wrap)
             if split and split[0].dropped:
                 dropper.rebuild = self._rebuild(split[0], dropper)
+        run = short_way(*made)
 
         def counted(*args: Any) -> Any:
             self.runs += 1
@@ -160,7 +163,7 @@ def compiled_function(
         run: Callable[..., Any] = torch.compile(
             fresh, backend=backend, fullgraph=True, dynamic=False
         )
-    return run
+    return ShortCall(fresh, run)
 
 
 @contextmanager

@@ -33,7 +33,8 @@ def capture(example: Example, settings: dict[str, Any]) -> JointGraph:
 
     def backend(graph: Any, inputs: Any) -> Any:
         with quietly():
-            return CompiledForm.compile_graph(graph, inputs, partition, key, settings)
+            run, _ = CompiledForm.compile_graph(graph, inputs, partition, key, settings)
+            return run
 
     subject, forward = example.subject
     try:

@@ -1,0 +1,403 @@
+"""Compiled blocks in autograd's graph without torch's wrappers: same numbers, or torch's way."""
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from leanstep.engines import inductor, node  # noqa: E402
+from leanstep.engines.inductor import CompiledForm  # noqa: E402
+from leanstep.forms import cuts  # noqa: E402
+from leanstep.forms.capture import capture  # noqa: E402
+from leanstep.forms.kinds import Example  # noqa: E402
+from leanstep.torch_compiler import compiler_errors  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+    pytest.mark.usefixtures("without_compiler"),
+]
+
+WIDTH = 6
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Normed(Net):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x):
+        return super().forward(self.norm(x))
+
+
+class Dropped(Net):
+    def forward(self, x):
+        return nn.functional.dropout(super().forward(x), 0.4)
+
+
+class TwoOutputs(Net):
+    def forward(self, x):
+        return super().forward(x), x.exp()
+
+
+class WithNumber(Net):
+    def forward(self, x):
+        out = super().forward(x)
+        return out, out.argmax(-1), out.detach() * 2
+
+
+class SavesView(Net):
+    def forward(self, x):
+        rows = x.view(-1, 2, WIDTH // 2).transpose(1, 2)
+        return super().forward(x) * (rows * rows).flatten(1)
+
+
+class Turned(Net):
+    def forward(self, x):
+        return super().forward(x).t().contiguous().t() * 2
+
+
+class ReturnsView(Net):
+    def forward(self, x):
+        return super().forward(x), x.view(-1)
+
+
+class ReturnsInput(Net):
+    def forward(self, x):
+        return super().forward(x), x
+
+
+class WritesInput(Net):
+    def forward(self, x):
+        x.mul_(2)
+        return super().forward(x)
+
+
+class LeavesOut(Net):
+    def forward(self, x):
+        return super().forward(x) + self.up.bias.detach().sum()
+
+
+class Unread(Net):
+    """A weight that needs a gradient and has no part in the output's."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return super().forward(x) + self.scale.detach()
+
+
+class Tuned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+        self.net.up.requires_grad_(False)
+
+    def forward(self, x):
+        return self.net(x)
+
+
+PLAIN = [Net, Normed, Dropped, TwoOutputs, WithNumber, SavesView, Turned, LeavesOut, Tuned]
+PLAIN += [ReturnsInput]
+TORCHS = [ReturnsView, WritesInput, Unread]
+
+
+def rows():
+    torch.manual_seed(2)
+    return torch.randn(8, WIDTH).requires_grad_()
+
+
+def example_of(kind, autocast=()):
+    torch.manual_seed(1)
+    return Example(kind(), (), (rows() * 1,), {}, autocast)
+
+
+def form_of(example):
+    """The form that keeps least: nearly all is computed again."""
+    joint = capture(example, {})
+    least = cuts.candidates(joint, {}, cuts.unplanned(joint), 1)[-1]
+    return CompiledForm(example.subject[1], least.kept, {})
+
+
+def outcome(call, module, x, reduce=lambda out: out[0].square().sum()):
+    """Numbers, gradients, buffers, how often they were written, and the random state."""
+    torch.manual_seed(3)
+    entered = x * 1
+    out = call(module, entered)
+    out = out if isinstance(out, tuple) else (out,)
+    reduce(out).backward()
+    found = [*(o.detach() for o in out), entered.detach(), x.grad, torch.get_rng_state()]
+    found += [p.grad for p in module.parameters()] + [b.clone() for b in module.buffers()]
+    versions = [b._version for b in module.buffers()] + [entered._version]
+    needs = [o.requires_grad for o in out]
+    return found, versions, needs
+
+
+def same(some, others):
+    pairs = zip(some[0], others[0], strict=True)
+    equal = [a is b is None or (a is not None and torch.equal(a, b)) for a, b in pairs]
+    return all(equal) and some[1:] == others[1:]
+
+
+class Ways:
+    """How often a call has gone ours or torch's way."""
+
+    def __init__(self, patch):
+        self.ours = self.torchs = 0
+        original = node.short_way
+
+        def short_way(run, halves):
+            def counted(*inputs):
+                self.torchs += 1
+                return run(*inputs)
+
+            short = original(counted, halves)
+
+            def call(*inputs):
+                before = self.torchs
+                out = short(*inputs)
+                self.ours += self.torchs == before
+                return out
+
+            return call
+
+        patch.setattr(inductor, "short_way", short_way)
+
+
+@pytest.fixture
+def ways(monkeypatch):
+    return Ways(monkeypatch)
+
+
+@pytest.mark.parametrize("kind", [*PLAIN, *TORCHS])
+@pytest.mark.parametrize("rest", ["first", "all", "spread"])
+def test_both_ways_have_the_same_numbers(kind, rest, ways, monkeypatch):
+    example = example_of(kind)
+    reduce = {
+        "first": lambda out: out[0].square().sum(),
+        "all": lambda out: sum(o.square().sum() for o in out if o.requires_grad),
+        # A gradient without rows of its own.
+        "spread": lambda out: out[0].sum(),
+    }[rest]
+    twin = copy.deepcopy(example.module)
+    ours = form_of(example)
+    found = outcome(lambda m, x: ours(m, (x,), {}), example.module, rows(), reduce)
+    assert (ways.ours, ways.torchs) == ((1, 0) if kind in PLAIN else (0, 1))
+    monkeypatch.setattr(inductor, "short_way", lambda run, halves: run)
+    torchs = form_of(Example(twin, (), (rows() * 1,), {}, ()))
+    assert same(found, outcome(lambda m, x: torchs(m, (x,), {}), twin, rows(), reduce))
+
+
+# Products of what is turned round are summed in another order, by torch's compiler too.
+@pytest.mark.parametrize("kind", [kind for kind in PLAIN if kind is not Turned])
+def test_numbers_are_those_of_eager(kind, ways):
+    example = example_of(kind)
+    twin, form = copy.deepcopy(example.module), form_of(example)
+    found = outcome(lambda m, x: form(m, (x,), {}), example.module, rows())
+    assert ways.ours == 1
+    (numbers, _, needs), expected = found, outcome(lambda m, x: m(x), twin, rows())
+    assert same((numbers, needs), expected[::2])
+
+
+def test_autocast_is_in_the_graph_and_off_around_it(ways):
+    example = example_of(Net, (("cpu", True, torch.bfloat16),))
+    twin, form = copy.deepcopy(example.module), form_of(example)
+
+    def cast(call):
+        with torch.autocast("cpu", torch.bfloat16):
+            return call()
+
+    found = outcome(lambda m, x: cast(lambda: form(m, (x,), {})), example.module, rows())
+    assert ways.ours == 1
+    assert same(found, outcome(lambda m, x: cast(lambda: m(x)), twin, rows()))
+
+
+def test_backward_under_autocast_casts_nothing(ways):
+    example = example_of(Net)
+    twin, form = copy.deepcopy(example.module), form_of(example)
+    x = rows()
+    out = form(example.module, (x,), {})
+    with torch.autocast("cpu", torch.bfloat16):
+        out.sum().backward()
+    assert ways.ours == 1
+    twin(twin_x := rows()).sum().backward()
+    assert torch.equal(x.grad, twin_x.grad)
+
+
+def test_a_saved_tensor_that_was_written_is_noticed():
+    example = example_of(Net)
+    x = rows()
+    out = form_of(example)(example.module, (entered := x * 1,), {})
+    entered.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_what_backward_writes_into_runs_once(ways):
+    example = example_of(Net)
+    out = CompiledForm(example.subject[1], cuts.unplanned(capture(example, {})).kept, {})(
+        example.module, (rows(),), {}
+    )
+    assert ways.ours == 1
+    with pytest.raises(RuntimeError, match=r'without retain_graph=True.*engine="replay"'):
+        out.sum().backward(retain_graph=True)
+
+
+@pytest.fixture
+def nothing_donated():
+    with torch._functorch.config.patch(donated_buffer=False):
+        yield
+
+
+@pytest.mark.usefixtures("nothing_donated")
+def test_backward_may_run_twice_where_nothing_is_written(ways):
+    example = example_of(Net)
+    x = rows()
+    out = form_of(example)(example.module, (x,), {})
+    assert ways.ours == 1
+    (first,) = torch.autograd.grad(out.sum(), [x], retain_graph=True)
+    (second,) = torch.autograd.grad(out.sum(), [x])
+    assert torch.equal(first, second)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(out.sum(), [x])
+
+
+@pytest.mark.usefixtures("nothing_donated")
+def test_second_derivatives_raise_instead_of_being_left_out(ways):
+    example = example_of(Net)
+    x = rows()
+    out = form_of(example)(example.module, (x,), {})
+    (gradient,) = torch.autograd.grad(out.square().sum(), [x], create_graph=True)
+    assert ways.ours == 1
+    assert gradient.requires_grad
+    with pytest.raises(RuntimeError, match="differentiated once, not twice"):
+        gradient.sum().backward()
+
+
+def test_algorithms_of_backward_are_those_that_forward_was_compiled_with():
+    example = example_of(Net)
+    out = form_of(example)(example.module, (rows(),), {})
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(RuntimeError, match="call it before forward"):
+            out.sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_compiled_autograd_gets_the_function_it_knows(ways, monkeypatch):
+    example = example_of(Net)
+    form = form_of(example)
+    form(example.module, (rows(),), {})
+    assert (ways.ours, ways.torchs) == (1, 0)
+    monkeypatch.setattr(node, "is_backward_compiled", lambda: True)
+    form(example.module, (rows(),), {})
+    assert (ways.ours, ways.torchs) == (1, 1)
+
+
+def test_an_unread_version_of_torch_keeps_its_wrappers(ways, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    example = example_of(Net)
+    form_of(example)(example.module, (rows(),), {})
+    assert (ways.ours, ways.torchs) == (0, 1)
+
+
+class Counted:
+    """A form, and how often it is called through torch's own Python."""
+
+    def __init__(self, example):
+        self.form, self.through_torch = form_of(example), 0
+        call, compiled = self.form._run, self.form._run._compiled
+
+        def counted(*args, **kwargs):
+            self.through_torch += 1
+            return compiled(*args, **kwargs)
+
+        call._compiled = counted
+
+    def __call__(self, module, x):
+        return self.form(module, (x,), {})
+
+
+def test_torchs_python_is_needed_for_the_first_call_alone():
+    example = example_of(Net)
+    form = Counted(example)
+    twins = [copy.deepcopy(example.module) for _ in range(3)]
+    for module in twins:
+        assert torch.equal(form(module, rows()), module(rows()))
+    assert (form.through_torch, form.form.captures, form.form.runs) == (1, 1, 3)
+
+
+def test_guards_decide_about_every_call():
+    example = example_of(Dropped)
+    module, form = example.module, Counted(example)
+    form(module, rows())
+    longer = torch.randn(3, WIDTH, requires_grad=True)
+    torch.manual_seed(5)
+    found = form(module, longer)
+    torch.manual_seed(5)
+    assert torch.equal(found, module(longer))
+    assert (form.through_torch, form.form.captures) == (2, 2)
+    with torch.no_grad():
+        assert not form(module, longer).requires_grad
+    assert (form.through_torch, form.form.captures) == (3, 3)
+    # What ran last is tried first.
+    assert form(module, longer).requires_grad
+    assert form(module, longer).requires_grad
+    assert (form.through_torch, form.form.captures) == (4, 3)
+
+
+class Switched(Net):
+    factor = 1.0
+
+    def forward(self, x):
+        return super().forward(x) * self.factor if self.training else x.sin()
+
+
+def test_a_mode_or_a_number_that_changes_is_seen():
+    example = example_of(Switched)
+    module, form = example.module, Counted(example)
+    for change in (lambda: None, module.eval, module.train, lambda: setattr(module, "factor", 3.0)):
+        change()
+        assert torch.equal(form(module, rows()), module(rows()))
+
+
+def test_guards_that_torch_has_dropped_are_not_asked():
+    example = example_of(Net)
+    form = Counted(example)
+    form(example.module, rows())
+    torch._dynamo.reset()
+    assert torch.equal(form(example.module, rows()), example.module(rows()))
+    assert (form.through_torch, form.form.captures) == (2, 2)
+
+
+def test_a_module_that_is_gone_leaves_no_guard_behind():
+    example = example_of(Net)
+    form = Counted(example)
+    form(example.module, rows())
+    for _ in range(3):
+        fresh = Net()
+        assert torch.equal(form(fresh, rows()), fresh(rows()))
+        del fresh
+
+
+def test_what_a_compiled_call_raises_comes_through():
+    example = example_of(Net)
+    form = Counted(example)
+    form(example.module, rows())
+    with pytest.raises(compiler_errors()):
+        form.form(example.module, (), {})
+    assert torch.equal(form(example.module, rows()), example.module(rows()))
