@@ -132,16 +132,13 @@ class Bench:
 
     def __init__(self, options):
         self.options, self.device = options, torch.device(options.device)
-        sizes = dict(SIZES.get(options.model, {}))
-        sizes.update({k: v for k in ("batch", "seq", "image") if (v := getattr(options, k))})
-        is_cuda = self.device.type == "cuda"
-        self.model, self.batch, self.loss, self.optimizer = models.build(
-            options.model, device=options.device, autocast="bf16", fused=is_cuda, **sizes
-        )
+        sizes = self.sizes()
+        self.model, self.batch, self.loss, self.optimizer = self.build(sizes)
         if "image" in sizes:
             # As anyone who cares for speed has it: half the time of the other layout on an H200.
             self.model.to(memory_format=torch.channels_last)
             self.batch = tree_map(channels_last, self.batch)
+        is_cuda = self.device.type == "cuda"
         self.common = {
             "call": time.strftime("%Y-%m-%dT%H:%M:%S"),
             "model": options.model,
@@ -150,10 +147,21 @@ class Bench:
             "torch": torch.__version__,
             "command": " ".join(sys.argv),
         }
-        self.rows, self.profiles = [], {}
+        self.rows, self.profiles, self.forward_issued = [], {}, 0.0
+
+    def sizes(self):
+        given = {k: v for k in ("batch", "seq", "image") if (v := getattr(self.options, k))}
+        return {**SIZES.get(self.options.model, {}), **given}
+
+    def build(self, sizes):
+        choices = {"device": self.options.device, "fused": self.device.type == "cuda"}
+        return models.build(self.options.model, autocast="bf16", **choices, **sizes)
 
     def step(self):
-        self.loss(self.model, self.batch).backward()
+        start = time.perf_counter()
+        loss = self.loss(self.model, self.batch)
+        self.forward_issued = time.perf_counter() - start
+        loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -198,7 +206,7 @@ class Bench:
         return time.perf_counter() - start
 
     def timed(self, count):
-        """Of each step, the seconds until it is issued and until it is done."""
+        """Of each step, the seconds until forward and all of it is issued, and until it is done."""
         times = []
         for _ in range(count):
             self.synchronize()
@@ -206,15 +214,16 @@ class Bench:
             self.step()
             issued = time.perf_counter() - start
             self.synchronize()
-            times.append((issued, time.perf_counter() - start))
+            times.append((self.forward_issued, issued, time.perf_counter() - start))
         return times
 
     def figures(self, times):
-        issued, seconds = zip(*times, strict=True)
+        forward_issued, issued, seconds = zip(*times, strict=True)
         return {
             "seconds": statistics.median(seconds),
             # Near to the time of the step, the host cannot keep the device busy.
             "issue_seconds": statistics.median(issued),
+            "forward_issue_seconds": statistics.median(forward_issued),
             "all_seconds": seconds,
         }
 
@@ -254,7 +263,7 @@ class Bench:
             with PEERS[peer](blocks):
                 row = self.measure(peer)
             if "failed" not in row:
-                budgets[peer] = row.get("peak_bytes", int(0.6 * profile.peak_bytes))
+                budgets[peer] = row.get("peak_bytes") or self.budget_of(profile)
         for engine, variant in itertools.product(options.engines, options.variants):
             exact, offload = variant != "inexact", variant != "no-offload"
             if engine == "inductor":
@@ -270,6 +279,10 @@ class Bench:
                 else:
                     self.ours(profile, budget, {**facts, "profile_seconds": profile_seconds})
         self.measure("eager again")
+
+    def budget_of(self, profile):
+        """For a try without a GPU, where peers' peaks are not measured."""
+        return int(0.6 * profile.peak_bytes)
 
     def profiled(self, **choices):
         start = time.perf_counter()
@@ -329,7 +342,7 @@ class Bench:
                     self.profiles[engine] = self.profiled(engine=engine)
                     self.note_forms(self.profiles[engine][0])
                 profile, profile_seconds = self.profiles[engine]
-                budget = at_first.get("peak_bytes", int(0.6 * profile.peak_bytes))
+                budget = at_first.get("peak_bytes") or self.budget_of(profile)
                 try:
                     plan = leanstep.plan(profile, budget, engine=engine)
                 except leanstep.BudgetError as error:

@@ -23,6 +23,8 @@ def line(row, eager):
         )
         text += f"  reserved {row['reserved_bytes'] / row['peak_bytes'] - 1:+.1%}"
     text += f"  issued in {row['issue_seconds'] * 1e3:.0f} ms"
+    if "forward_issue_seconds" in row:
+        text += f", forward {row['forward_issue_seconds'] * 1e3:.1f}"
     if "predicted_seconds" in row:
         text += f"  predicted {row['predicted_seconds'] / eager['seconds']:6.3f}"
         if "peak_bytes" in row:
