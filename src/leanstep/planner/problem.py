@@ -130,6 +130,9 @@ def _turns(view: BlockGraph) -> Iterator[int]:
     yield from (block.start, block.stop)
     yield from (unpack.position for unpack in view.unpacks)
     yield from (save.release for save in view.saves)
+    if view.borders:
+        # There a rebuilt border lets go of what it was rebuilt from.
+        yield view.border_request + 1
     touched = set(view.own_storages)
     for op in graph.ops[block.start : block.stop]:
         touched.update(value.storage for value in op.reads)
