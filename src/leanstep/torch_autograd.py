@@ -1,6 +1,6 @@
 """Every private name of torch's autograd that a node of ours needs, and of AOTAutograd's wrappers.
 
-The sister of `torch_compiler.py`, seen in torch 2.11 and 2.13.
+The sister of `torch_compiler.py`, seen in torch 2.11 to 2.13.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 import torch.fx
+
+from leanstep.torch_private import top_saving_hooks
 
 # A program as the compiler makes it: it empties the list of arguments that it is called with.
 Run = Callable[[list[Any]], Sequence[Any]]
@@ -35,7 +37,6 @@ class Halves:
 
 # What AOTAutograd's wrappers see to beside that, by the name of its metadata.
 _SEEN_TO = (
-    "act_input_indices",
     "dynamic_outputs",
     "dynamic_saved_tensors_idxs",
     "indices_of_inputs_that_requires_grad_with_mutations_in_bw",
@@ -51,6 +52,8 @@ _SEEN_TO = (
     "num_unsafe_view_outputs",
     "tokens",
 )
+# The same, from torch 2.12 on.
+_SEEN_TO_LATER = ("act_input_indices",)
 # The versions of torch whose wrappers were read.
 _READ = ("2.11", "2.12", "2.13")
 
@@ -63,6 +66,7 @@ class Parts:
         self._inputs: dict[bool, list[Any]] = {}
         self._outputs: dict[bool, Sequence[Any]] = {}
         self._metadata: Any = None
+        self._has_inlined_hooks = False
 
     def begin(self, graph: torch.fx.GraphModule, is_backward: bool) -> None:
         """Note a graph as it is before the compiler has changed it."""
@@ -74,6 +78,9 @@ class Parts:
         self._outputs[is_backward] = outputs
         context = TracingContext.try_get()
         self._metadata = None if context is None else context.fw_metadata
+        # Such hooks become part of both graphs, and torch switches them off around calls.
+        hooks = top_saving_hooks() or ()
+        self._has_inlined_hooks = any(isinstance(hook, torch.fx.GraphModule) for hook in hooks)
 
     def end(self, is_backward: bool, run: Run) -> None:
         """Note what has become of it."""
@@ -82,11 +89,11 @@ class Parts:
     def halves(self, num_inputs: int) -> Halves | None:
         """Both, if torch's wrappers do no more than `Halves` says."""
         metadata = self._metadata
-        if len(self._runs) < 2 or metadata is None or not _is_plain(metadata):
+        if len(self._runs) < 2 or metadata is None or self._has_inlined_hooks:
             return None
         wanted = [info.requires_grad for info in metadata.input_info]
         given = [output is not None for output in self._outputs[True]]
-        if len(self._inputs[False]) != num_inputs or given != wanted:
+        if not is_plain(metadata) or len(self._inputs[False]) != num_inputs or given != wanted:
             return None
         has_gradient = tuple(info.requires_grad for info in metadata.output_info)
         gradients = self._inputs[True][-sum(has_gradient) :]
@@ -104,16 +111,22 @@ class Parts:
         )
 
 
-def _is_plain(metadata: Any) -> bool:
+def is_plain(metadata: Any) -> bool:
+    """Whether AOTAutograd's wrappers have nothing to see to but what `Halves` says."""
     from torch._functorch._aot_autograd.schemas import OutputType, PlainTensorMeta
 
     if not torch.__version__.startswith(_READ):
         return False
-    if any(getattr(metadata, name, None) for name in _SEEN_TO):
-        return False
-    classes = *metadata.subclass_inp_meta, *metadata.subclass_tangent_meta
+    seen_to = [getattr(metadata, name) for name in _SEEN_TO]
+    seen_to += [getattr(metadata, name, None) for name in _SEEN_TO_LATER]
+    classes = (
+        *metadata.subclass_inp_meta,
+        *metadata.subclass_fw_graph_out_meta,
+        *metadata.subclass_tangent_meta,
+    )
     return (
-        metadata.grad_enabled_mutation is None
+        not any(seen_to)
+        and metadata.grad_enabled_mutation is None
         and all(isinstance(one, PlainTensorMeta) for one in classes)
         and all(_is_own_tensor(info, OutputType) for info in metadata.output_info)
         and any(info.requires_grad for info in metadata.output_info)

@@ -6,9 +6,10 @@ late: torch takes a second and more to load its compiler.
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -106,34 +107,43 @@ class ShortCall:
         self._names = code.co_varnames[:3]
         free = zip(code.co_freevars, cells, strict=True)
         self._free = {name: cell.cell_contents for name, cell in free}
-        # Of one entry, together: another thread may find another.
-        self._known: tuple[Any, Callable[..., Any]] | None = None
+        # Guards and code of one entry, together: another thread may find another.
+        self._known: tuple[Any, weakref.ref[CodeType]] | None = None
 
     def __call__(self, subject: Any, *args: Any, **kwargs: Any) -> Any:
         """Call it with a first argument and others."""
         known = self._known
         if known is not None and active_compiler() is None:
-            guards, run = known
+            guards, code = known[0], known[1]()
             values = subject, args, kwargs
             # Guards that are out of date have lost their entry.
-            if guards.cache_entry is not None and guards.check(
-                {**self._free, **dict(zip(self._names, values, strict=True))}
+            if (
+                guards.cache_entry is not None
+                and code is not None
+                and guards.check({**self._free, **dict(zip(self._names, values, strict=True))})
             ):
-                return run(subject, *args, **kwargs)
+                return self._function_of(code)(subject, *args, **kwargs)
         out = self._compiled(subject, *args, **kwargs)
         self._known = self._last_run()
         return out
 
-    def _last_run(self) -> tuple[Any, Callable[..., Any]] | None:
-        """The guards and the code of what torch has just run: the first of what it has compiled."""
+    def _last_run(self) -> "tuple[Any, weakref.ref[CodeType]] | None":
+        """The guards and the code of what torch has just run: the first of what it has compiled.
+
+        Held weakly: torch cleans up behind code that is gone.
+        """
         from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
-        function = self._function
-        for entry in _debug_get_cache_entry_list(function.__code__)[:1]:
-            if entry.code.co_freevars == function.__code__.co_freevars:
-                same = function.__name__, function.__defaults__, function.__closure__
-                return entry.guard_manager, FunctionType(entry.code, function.__globals__, *same)
+        own = self._function.__code__
+        for entry in _debug_get_cache_entry_list(own)[:1]:
+            if entry.code.co_freevars == own.co_freevars:
+                return entry.guard_manager, weakref.ref(entry.code)
         return None
+
+    def _function_of(self, code: CodeType) -> FunctionType:
+        own = self._function
+        names = own.__name__, own.__defaults__, own.__closure__
+        return FunctionType(code, own.__globals__, *names)
 
 
 def is_backward_compiled() -> bool:

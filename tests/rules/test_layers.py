@@ -60,7 +60,7 @@ MAY_IMPORT = {
     "reporters": PLANNER | {"reporters"},
     "condense": IR,
     "torch_private": BASE,
-    "torch_autograd": BASE,
+    "torch_autograd": BASE | {"torch_private"},
     "torch_compiler": BASE | {"torch_private", "torch_autograd"},
     "torch_interpreter": BASE,
     "torch_precision": BASE,

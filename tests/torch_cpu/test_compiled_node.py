@@ -13,7 +13,9 @@ from leanstep.engines.inductor import CompiledForm  # noqa: E402
 from leanstep.forms import cuts  # noqa: E402
 from leanstep.forms.capture import capture  # noqa: E402
 from leanstep.forms.kinds import Example  # noqa: E402
+from leanstep.torch_autograd import Parts, is_plain  # noqa: E402
 from leanstep.torch_compiler import compiler_errors  # noqa: E402
+from leanstep.torch_private import storage_address, storage_use_count  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
@@ -150,6 +152,40 @@ def same(some, others):
     pairs = zip(some[0], others[0], strict=True)
     equal = [a is b is None or (a is not None and torch.equal(a, b)) for a, b in pairs]
     return all(equal) and some[1:] == others[1:]
+
+
+class Programs:
+    """Looks at the arguments of every backward program."""
+
+    def __init__(self, patch):
+        self.layouts, self.holds = [], []
+        original = CompiledForm.compile_graph
+
+        def spied(graph, inputs, partition, key, settings, wrap=None):
+            return original(graph, inputs, partition, key, settings, self.wrapped)
+
+        patch.setattr(CompiledForm, "compile_graph", staticmethod(spied))
+
+    def wrapped(self, graph, is_backward):
+        return self.backward if is_backward else lambda run: run
+
+    def backward(self, run):
+        def look(arguments):
+            mine = list(arguments)
+            arguments.clear()
+            self.layouts.append([tensor.stride() for tensor in mine])
+            owners = [storage_use_count(storage_address(tensor)) for tensor in mine]
+            shared = [storage_address(tensor) for tensor in mine]
+            # Beside the tensors of the list itself.
+            self.holds.append([n - shared.count(a) for n, a in zip(owners, shared, strict=True)])
+            return run(mine)
+
+        return look
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    return Programs(monkeypatch)
 
 
 class Ways:
@@ -313,6 +349,161 @@ def test_an_unread_version_of_torch_keeps_its_wrappers(ways, monkeypatch):
     example = example_of(Net)
     form_of(example)(example.module, (rows(),), {})
     assert (ways.ours, ways.torchs) == (0, 1)
+
+
+@pytest.mark.parametrize("kind", [Net, TwoOutputs, SavesView, Turned])
+def test_backward_gets_what_torch_would_hand_it_and_nothing_else_holds_it(
+    kind, programs, monkeypatch
+):
+    def seen(module):
+        form = form_of(Example(module, (), (rows() * 1,), {}, ()))
+        out = form(module, (rows() * 1,), {})
+        # Nothing is left of the step but its node, and a gradient without rows of its own.
+        (out[0] if isinstance(out, tuple) else out).mul(1).sum().backward()
+        return programs.layouts[-1], programs.holds[-1]
+
+    ours = seen(kind())
+    monkeypatch.setattr(inductor, "short_way", lambda run, halves: run)
+    assert ours == seen(kind())
+
+
+def test_graphs_as_hooks_are_torchs_to_inline(ways):
+    pack = torch.fx.symbolic_trace(lambda tensor: tensor.to(torch.bfloat16))
+    unpack = torch.fx.symbolic_trace(lambda tensor: tensor.to(torch.float32))
+
+    def gradient():
+        example = example_of(Net)
+        form, x = form_of(example), rows()
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            out = form(example.module, (x,), {})
+        out.square().sum().backward()
+        return x.grad
+
+    found = gradient()
+    assert (ways.ours, ways.torchs) == (0, 1)
+    assert torch.equal(found, gradient())
+
+
+class SwitchesOn(Net):
+    def forward(self, x):
+        with torch.enable_grad():
+            return super().forward(x)
+
+
+def test_a_block_may_switch_gradients_on_by_itself():
+    example = example_of(SwitchesOn)
+    form = form_of(example)
+    with torch.no_grad():
+        assert form(example.module, (rows(),), {}).requires_grad
+
+
+def test_a_refused_backward_can_be_called_again():
+    example = example_of(Net)
+    x = rows()
+    out = form_of(example)(example.module, (x,), {}).sum()
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(RuntimeError, match="call it before forward"):
+            out.backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    out.backward()
+    assert x.grad is not None
+
+
+def test_a_gradient_of_another_class_is_refused_by_its_name():
+    class Odd(torch.Tensor):
+        pass
+
+    example = example_of(Net)
+    out = form_of(example)(example.module, (rows(),), {})
+    with pytest.raises(RuntimeError, match="gets a Odd for its gradient"):
+        out.backward(torch.ones_like(out).as_subclass(Odd))
+
+
+def test_a_step_that_is_compiled_as_a_whole_does_not_compile_our_node():
+    example = example_of(Net)
+    form = form_of(example)
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(torch._guards.CompileContext.current_compile_id())
+        return graph
+
+    call = torch.compiler.disable(lambda x: form(example.module, (x,), {}))
+
+    @torch.compile(backend=backend)
+    def step(x):
+        call(x * 2).square().sum().backward()
+
+    step(rows())
+    # What is before the call, what is between it and backward, and nothing of backward.
+    assert len(compiled) == 2
+
+
+@pytest.fixture
+def metadata(monkeypatch):
+    """What torch knows of a plain block, and the parts it was compiled from."""
+    found = []
+    original = Parts.halves
+
+    def halves(self, num_inputs):
+        found.append((self, num_inputs))
+        return original(self, num_inputs)
+
+    monkeypatch.setattr(Parts, "halves", halves)
+    example = example_of(WithNumber)
+    form_of(example)(example.module, (rows(),), {})
+    parts, num_inputs = found[-1]
+    assert original(parts, num_inputs) is not None
+    return parts._metadata, lambda inputs: original(parts, inputs), num_inputs
+
+
+ODD = {
+    "grad_enabled_mutation": False,
+    "subclass_inp_meta": [object()],
+    "subclass_fw_graph_out_meta": [object()],
+    "subclass_tangent_meta": [object()],
+    "num_outputs_aliased": 1,
+    "num_intermediate_bases": 1,
+    "num_symints_saved_for_bw": 1,
+    "num_tensors_saved_with_no_vc_check": 1,
+    "num_mutated_inp_runtime_indices": 1,
+    "is_rng_op_functionalized": True,
+    "tokens": {"effect": object()},
+    "act_input_indices": [0],
+    "output_info": [],
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_torchs_wrappers_see_to_is_left_to_them(name, metadata):
+    known, _, _ = metadata
+    assert is_plain(known)
+    odd = copy.copy(known)
+    setattr(odd, name, ODD[name])
+    assert not is_plain(odd)
+
+
+@pytest.mark.parametrize("name", ["output_type", "raw_type", "requires_grad_for_backward"])
+def test_outputs_that_are_no_tensors_of_their_own_are_left_to_torch(name, metadata):
+    known, _, _ = metadata
+    odd = copy.copy(known)
+    info = copy.copy(odd.output_info[0])
+    strange = {
+        "output_type": type(info.output_type).alias_of_input,
+        "raw_type": int,
+        "requires_grad_for_backward": not info.requires_grad,
+    }
+    object.__setattr__(info, name, strange[name])
+    odd.output_info = [info, *odd.output_info[1:]]
+    assert not is_plain(odd)
+
+
+def test_inputs_that_torch_has_merged_are_left_to_it(metadata):
+    _, halves, num_inputs = metadata
+    assert halves(num_inputs) is not None
+    assert halves(num_inputs + 1) is None
 
 
 class Counted:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from leanstep.eager import never_compiled
 from leanstep.engines.apart import laid_out
 from leanstep.step import autocast_is_on
 from leanstep.torch_autograd import (
@@ -23,6 +24,7 @@ from leanstep.torch_autograd import (
     save,
 )
 from leanstep.torch_compiler import is_backward_compiled
+from leanstep.torch_private import active_compiler, leave_uncompiled
 
 
 def short_way(run: Callable[..., Any], halves: Halves | None) -> Callable[..., Any]:
@@ -32,8 +34,8 @@ def short_way(run: Callable[..., Any], halves: Halves | None) -> Callable[..., A
     node = _node_of(halves)
 
     def call(*inputs: Any) -> Any:
-        # Compiled autograd knows torch's own.
-        if is_backward_compiled():
+        # Compiled autograd knows torch's own; and a block may switch gradients on by itself.
+        if is_backward_compiled() or not torch.is_grad_enabled():
             return run(*inputs)
         if not autocast_is_on():
             return apply_node(node, inputs)
@@ -66,14 +68,21 @@ def _node_of(halves: Halves) -> type[torch.autograd.Function]:
         def backward(ctx: Any, *given: Any) -> tuple[Any, ...]:
             gradients = given[0] if isinstance(given[0], list) else list(given)
             del given
-            arguments = [*ctx.saved_tensors, *_wanted(halves, gradients)]
-            let_go_of_saved(ctx)
-            _check(halves)
-            if torch.is_grad_enabled():
-                return once_differentiated(lambda: _gradients(halves, arguments))
-            return _gradients(halves, arguments)
+            # A step that is compiled as a whole has its compiler at work here.
+            run = _backward if active_compiler() is None else never_compiled(_backward)
+            return run(halves, ctx, gradients)
 
+    leave_uncompiled(CompiledBlockNode.backward)
     return CompiledBlockNode
+
+
+def _backward(halves: Halves, ctx: Any, gradients: list[Any]) -> tuple[Any, ...]:
+    _check(halves)
+    arguments = [*ctx.saved_tensors, *_wanted(halves, gradients)]
+    let_go_of_saved(ctx)
+    if torch.is_grad_enabled():
+        return once_differentiated(lambda: _gradients(halves, arguments))
+    return _gradients(halves, arguments)
 
 
 def _wanted(halves: Halves, gradients: list[Any]) -> list[torch.Tensor]:
@@ -82,7 +91,14 @@ def _wanted(halves: Halves, gradients: list[Any]) -> list[torch.Tensor]:
     wanted = [gradient for gradient, has in pairs if has]
     gradients.clear()
     for place, stride in enumerate(halves.strides):
-        wanted[place] = laid_out(wanted[place], stride)
+        gradient = wanted[place]
+        if type(gradient) not in (torch.Tensor, torch.nn.Parameter):
+            kind = type(gradient).__name__
+            raise RuntimeError(
+                f"leanstep: a compiled block's output gets a {kind} for its gradient, and its "
+                'backward takes plain tensors: hand it one, or fit with engine="replay"'
+            )
+        wanted[place] = laid_out(gradient, stride)
     return wanted
 
 
