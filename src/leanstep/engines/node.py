@@ -49,6 +49,7 @@ def short_way(run: Callable[..., Any], halves: Halves | None) -> Callable[..., A
 def _node_of(halves: Halves) -> type[torch.autograd.Function]:
     num_outputs = len(halves.has_gradient)
     without = [place for place, has in enumerate(halves.has_gradient) if not has]
+    uncompiled = never_compiled(_backward)
 
     class CompiledBlockNode(torch.autograd.Function):
         # From torch 2.13 on gradients come in a list, and can be let go of one by one.
@@ -69,7 +70,7 @@ def _node_of(halves: Halves) -> type[torch.autograd.Function]:
             gradients = given[0] if isinstance(given[0], list) else list(given)
             del given
             # A step that is compiled as a whole has its compiler at work here.
-            run = _backward if active_compiler() is None else never_compiled(_backward)
+            run = _backward if active_compiler() is None else uncompiled
             return run(halves, ctx, gradients)
 
     leave_uncompiled(CompiledBlockNode.backward)
