@@ -68,7 +68,6 @@ def _node_of(halves: Halves) -> type[torch.autograd.Function]:
         @staticmethod
         def backward(ctx: Any, *given: Any) -> tuple[Any, ...]:
             gradients = given[0] if isinstance(given[0], list) else list(given)
-            del given
             # A step that is compiled as a whole has its compiler at work here.
             run = _backward if active_compiler() is None else uncompiled
             return run(halves, ctx, gradients)
