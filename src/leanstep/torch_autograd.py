@@ -22,7 +22,8 @@ class Halves:
 
     Forward returns its outputs and then what it saves; backward takes what was saved and then a
     gradient of each output that `has_gradient`, laid out as `strides` say. `written` are inputs
-    that forward writes and autograd shall know of. `donates`: backward writes into what was saved.
+    that forward writes and autograd shall know of. `donated` are places among what was saved that
+    backward may write into.
     `is_deterministic`: compiled where torch was asked for such algorithms alone.
     """
 
@@ -31,7 +32,7 @@ class Halves:
     has_gradient: tuple[bool, ...]
     strides: tuple[tuple[int, ...], ...]
     written: tuple[int, ...]
-    donates: bool
+    donated: tuple[int, ...]
     is_deterministic: bool
 
 
@@ -106,7 +107,7 @@ class Parts:
             has_gradient,
             strides=tuple(tuple(gradient.stride()) for gradient in gradients),
             written=tuple(metadata.mutated_graph_handled_indices_seen_by_autograd),
-            donates=bool(metadata.bw_donated_idxs),
+            donated=tuple(metadata.bw_donated_idxs or ()),
             is_deterministic=metadata.deterministic is not False,
         )
 

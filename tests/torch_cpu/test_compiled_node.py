@@ -2,12 +2,25 @@
 
 import copy
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from small_blocks import (  # noqa: E402
+    PLAIN,
+    TORCHS,
+    Net,
+    SavesView,
+    Turned,
+    TwoOutputs,
+    WithNumber,
+    example_of,
+    form_of,
+    rows,
+)
 from torch import nn  # noqa: E402
 from torch._dynamo import convert_frame  # noqa: E402
 
@@ -17,124 +30,12 @@ from leanstep.forms import cuts  # noqa: E402
 from leanstep.forms.capture import capture  # noqa: E402
 from leanstep.forms.kinds import Example  # noqa: E402
 from leanstep.torch_autograd import Parts, is_plain  # noqa: E402
-from leanstep.torch_compiler import compiler_errors  # noqa: E402
 from leanstep.torch_private import tensor_use_count  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
     pytest.mark.usefixtures("without_compiler"),
 ]
-
-WIDTH = 6
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Normed(Net):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x):
-        return super().forward(self.norm(x))
-
-
-class Dropped(Net):
-    def forward(self, x):
-        return nn.functional.dropout(super().forward(x), 0.4)
-
-
-class TwoOutputs(Net):
-    def forward(self, x):
-        return super().forward(x), x.exp()
-
-
-class WithNumber(Net):
-    def forward(self, x):
-        out = super().forward(x)
-        return out, out.argmax(-1), out.detach() * 2
-
-
-class SavesView(Net):
-    def forward(self, x):
-        rows = x.view(-1, 2, WIDTH // 2).transpose(1, 2)
-        return super().forward(x) * (rows * rows).flatten(1)
-
-
-class Turned(Net):
-    def forward(self, x):
-        return super().forward(x).t().contiguous().t() * 2
-
-
-class ReturnsView(Net):
-    def forward(self, x):
-        return super().forward(x), x.view(-1)
-
-
-class ReturnsInput(Net):
-    def forward(self, x):
-        return super().forward(x), x
-
-
-class WritesInput(Net):
-    def forward(self, x):
-        x.mul_(2)
-        return super().forward(x)
-
-
-class LeavesOut(Net):
-    def forward(self, x):
-        return super().forward(x) + self.up.bias.detach().sum()
-
-
-class Unread(Net):
-    """A weight that needs a gradient and has no part in the output's."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x):
-        return super().forward(x) + self.scale.detach()
-
-
-class Tuned(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = Net()
-        self.net.up.requires_grad_(False)
-
-    def forward(self, x):
-        return self.net(x)
-
-
-PLAIN = [Net, Normed, Dropped, TwoOutputs, WithNumber, SavesView, Turned, LeavesOut, Tuned]
-PLAIN += [ReturnsInput]
-TORCHS = [ReturnsView, WritesInput, Unread]
-
-
-def rows():
-    torch.manual_seed(2)
-    return torch.randn(8, WIDTH).requires_grad_()
-
-
-def example_of(kind, autocast=()):
-    torch.manual_seed(1)
-    return Example(kind(), (), (rows() * 1,), {}, autocast)
-
-
-def form_of(example):
-    """The form that keeps least: nearly all is computed again."""
-    joint = capture(example, {})
-    least = cuts.candidates(joint, {}, cuts.unplanned(joint), 1)[-1]
-    return CompiledForm(example.subject[1], least.kept, {})
 
 
 def outcome(call, module, x, reduce=lambda out: out[0].square().sum()):
@@ -285,36 +186,42 @@ def test_a_saved_tensor_that_was_written_is_noticed():
         out.sum().backward()
 
 
-def test_what_backward_writes_into_runs_once(ways):
-    example = example_of(Net)
-    out = CompiledForm(example.subject[1], cuts.unplanned(capture(example, {})).kept, {})(
-        example.module, (rows(),), {}
-    )
-    assert ways.ours == 1
-    with pytest.raises(RuntimeError, match=r'without retain_graph=True.*engine="replay"'):
-        out.sum().backward(retain_graph=True)
-
-
 @pytest.fixture
-def nothing_donated():
-    with torch._functorch.config.patch(donated_buffer=False):
-        yield
+def written_over(monkeypatch):
+    """Have backward programs write over all that they may."""
+    num_written, original = [], node._node_of
+
+    def node_of(halves):
+        def backward(arguments):
+            mine = list(arguments)
+            gradients = halves.backward(arguments)
+            for place in halves.donated:
+                mine[place].fill_(7.0)
+            num_written.append(len(halves.donated))
+            return gradients
+
+        return original(replace(halves, backward=backward))
+
+    monkeypatch.setattr(node, "_node_of", node_of)
+    return num_written
 
 
-@pytest.mark.usefixtures("nothing_donated")
-def test_backward_may_run_twice_where_nothing_is_written(ways):
-    example = example_of(Net)
-    x = rows()
-    out = form_of(example)(example.module, (x,), {})
+def test_a_graph_that_is_kept_keeps_what_backward_writes_into(ways, written_over):
+    example = example_of(SavesView)
+    twin, x, twin_x = copy.deepcopy(example.module), rows(), rows()
+    unplanned = cuts.unplanned(capture(example, {})).kept
+    out = CompiledForm(example.subject[1], unplanned, {})(example.module, (x * 1,), {})
     assert ways.ours == 1
-    (first,) = torch.autograd.grad(out.sum(), [x], retain_graph=True)
-    (second,) = torch.autograd.grad(out.sum(), [x])
-    assert torch.equal(first, second)
+    expected = torch.autograd.grad(twin(twin_x * 1).sum(), [twin_x, *twin.parameters()])
+    for is_last in (False, False, True):
+        own = [x, *example.module.parameters()]
+        found = torch.autograd.grad(out.sum(), own, retain_graph=not is_last)
+        assert all(map(torch.equal, found, expected))
+    assert min(written_over) > 0
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(out.sum(), [x])
 
 
-@pytest.mark.usefixtures("nothing_donated")
 def test_second_derivatives_raise_instead_of_being_left_out(ways):
     example = example_of(Net)
     x = rows()
@@ -533,91 +440,3 @@ def test_inputs_that_torch_has_merged_are_left_to_it(metadata):
     _, halves, num_inputs = metadata
     assert halves(num_inputs) is not None
     assert halves(num_inputs + 1) is None
-
-
-class Counted:
-    """A form, and how often it is called through torch's own Python."""
-
-    def __init__(self, example):
-        self.form, self.through_torch = form_of(example), 0
-        call, compiled = self.form._run, self.form._run._compiled
-
-        def counted(*args, **kwargs):
-            self.through_torch += 1
-            return compiled(*args, **kwargs)
-
-        call._compiled = counted
-
-    def __call__(self, module, x):
-        return self.form(module, (x,), {})
-
-
-def test_torchs_python_is_needed_for_the_first_call_alone():
-    example = example_of(Net)
-    form = Counted(example)
-    twins = [copy.deepcopy(example.module) for _ in range(3)]
-    for module in twins:
-        assert torch.equal(form(module, rows()), module(rows()))
-    assert (form.through_torch, form.form.captures, form.form.runs) == (1, 1, 3)
-
-
-def test_guards_decide_about_every_call():
-    example = example_of(Dropped)
-    module, form = example.module, Counted(example)
-    form(module, rows())
-    longer = torch.randn(3, WIDTH, requires_grad=True)
-    torch.manual_seed(5)
-    found = form(module, longer)
-    torch.manual_seed(5)
-    assert torch.equal(found, module(longer))
-    assert (form.through_torch, form.form.captures) == (2, 2)
-    with torch.no_grad():
-        assert not form(module, longer).requires_grad
-    assert (form.through_torch, form.form.captures) == (3, 3)
-    # What ran last is tried first.
-    assert form(module, longer).requires_grad
-    assert form(module, longer).requires_grad
-    assert (form.through_torch, form.form.captures) == (4, 3)
-
-
-class Switched(Net):
-    factor = 1.0
-
-    def forward(self, x):
-        return super().forward(x) * self.factor if self.training else x.sin()
-
-
-def test_a_mode_or_a_number_that_changes_is_seen():
-    example = example_of(Switched)
-    module, form = example.module, Counted(example)
-    for change in (lambda: None, module.eval, module.train, lambda: setattr(module, "factor", 3.0)):
-        change()
-        assert torch.equal(form(module, rows()), module(rows()))
-
-
-def test_guards_that_torch_has_dropped_are_not_asked():
-    example = example_of(Net)
-    form = Counted(example)
-    form(example.module, rows())
-    torch._dynamo.reset()
-    assert torch.equal(form(example.module, rows()), example.module(rows()))
-    assert (form.through_torch, form.form.captures) == (2, 2)
-
-
-def test_a_module_that_is_gone_leaves_no_guard_behind():
-    example = example_of(Net)
-    form = Counted(example)
-    form(example.module, rows())
-    for _ in range(3):
-        fresh = Net()
-        assert torch.equal(form(fresh, rows()), fresh(rows()))
-        del fresh
-
-
-def test_what_a_compiled_call_raises_comes_through():
-    example = example_of(Net)
-    form = Counted(example)
-    form(example.module, rows())
-    with pytest.raises(compiler_errors()):
-        form.form(example.module, (), {})
-    assert torch.equal(form(example.module, rows()), example.module(rows()))

@@ -79,6 +79,10 @@ def _node_of(halves: Halves) -> type[torch.autograd.Function]:
 def _backward(halves: Halves, ctx: Any, gradients: list[Any]) -> tuple[Any, ...]:
     _check(halves)
     arguments = [*ctx.saved_tensors, *_wanted(halves, gradients)]
+    if graph_is_kept():
+        # Another backward follows, and needs what this one would write into.
+        for place in halves.donated:
+            arguments[place] = _copied(arguments[place])
     let_go_of_saved(ctx)
     if torch.is_grad_enabled():
         return once_differentiated(lambda: _gradients(halves, arguments))
@@ -109,14 +113,16 @@ def _gradients(halves: Halves, arguments: list[Any]) -> tuple[Any, ...]:
         return tuple(halves.backward(arguments))
 
 
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in the same layout, which `clone` does not promise."""
+    fresh = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    return fresh.copy_(tensor)
+
+
 def _check(halves: Halves) -> None:
     """Refuse what backward was not compiled for, as torch does."""
-    if halves.donates and graph_is_kept():
-        raise RuntimeError(
-            "leanstep: the backward of a compiled block writes into what its forward has saved, so "
-            "it runs once: call backward without retain_graph=True and create_graph=True, or fit "
-            'with engine="replay"'
-        )
     if not halves.is_deterministic and torch.are_deterministic_algorithms_enabled():
         raise RuntimeError(
             "leanstep: torch.use_deterministic_algorithms(True) was called between forward and "
