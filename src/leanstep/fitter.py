@@ -100,6 +100,7 @@ def fit(
     gradients_kept: bool = False,
     exact: bool = True,
     offload: bool = True,
+    chunks: bool = True,
     takeover: bool = False,
 ) -> Fit:
     """Make a model train inside a memory budget, with the same numbers.
@@ -128,6 +129,8 @@ def fit(
             device; the verdict then says how far the gradients are from the untouched model's.
         offload: also move activations to pinned host memory and back while the GPU computes, as
             far as its link can without making the step wait; at most half of the free host memory.
+        chunks: also compute the loss some rows at a time, with the same bits, where that saves time
+            (a cross entropy in the model's own forward).
         takeover: switch off checkpointing that the model already has, and `torch.compile`, until
             `remove()`; without it such a model is refused by the name of the other owner.
     """
@@ -146,6 +149,7 @@ def fit(
             overrides=overrides,
             exact=exact,
             offload=offload,
+            chunks=chunks,
         )
         refuse_fitted(model)
         fitted = _fit_on_rank_0(
@@ -228,10 +232,10 @@ def _fit(
 
     # Looked at before anything is planned.
     before = _look_at_unplanned(step, recorded) if verify else None
-    recorded, applied = _rehearsed(step, recorded, plan_for)
     if before is None:
+        recorded, applied = _rehearsed(step, recorded, plan_for)
         return Fit(recorded, applied.plan, None, applied)
-    verdict = _verdict(step, applied, before)
+    recorded, applied, verdict = _judged(step, recorded, before, plan_for)
     if verdict.within_budget:
         fitted = Fit(recorded, applied.plan, verdict, applied)
         for improve in (_with_more_bytes, _with_less_waiting):
@@ -241,8 +245,8 @@ def _fit(
     for _ in range(_MOST_CORRECTIONS):
         # The measured step knows what the account left out.
         applied.remove()
-        recorded, applied = _rehearsed(step, with_missed_bytes(recorded, verdict), plan_for)
-        verdict = _verdict(step, applied, before)
+        known = with_missed_bytes(recorded, verdict)
+        recorded, applied, verdict = _judged(step, known, before, plan_for)
         if verdict.within_budget:
             break
     return Fit(recorded, applied.plan, verdict, applied)
@@ -340,10 +344,12 @@ def _rehearsed(
         return_cached(step.device)
         with _taken_back_on_error(applied):
             failed = _failed(step, applied)
-        if not failed:
+        if not failed and applied.has_met_loss:
             return recorded, applied
         applied.remove()
         recorded = replace(recorded, exclusions=(*recorded.exclusions, *failed))
+        if not applied.has_met_loss:
+            recorded = replace(recorded, whole_loss="no call of it was seen that could be")
 
 
 def _failed(step: TrainingStep, applied: Applied) -> tuple[Exclusion, ...]:
@@ -355,6 +361,21 @@ def _failed(step: TrainingStep, applied: Applied) -> tuple[Exclusion, ...]:
             f"the planned step ran out of memory on {step.device}, although its peak is predicted "
             f"to be {peak}: ask for a smaller budget, or see what else holds memory there. {error}"
         ) from None
+
+
+def _judged(
+    step: TrainingStep, recorded: Profile, before: Look, plan_for: Callable[[Profile], Plan]
+) -> tuple[Profile, Applied, Verdict]:
+    """Plan and judge; once more with the loss as a whole, if in chunks it has other bits."""
+    recorded, applied = _rehearsed(step, recorded, plan_for)
+    try:
+        return recorded, applied, _verdict(step, applied, before)
+    except VerifyError:
+        if applied.plan.loss is None:
+            raise
+    recorded = replace(recorded, whole_loss="in chunks it had other bits on this device")
+    recorded, applied = _rehearsed(step, recorded, plan_for)
+    return recorded, applied, _verdict(step, applied, before)
 
 
 def _verdict(step: TrainingStep, applied: Applied, before: Look) -> Verdict:

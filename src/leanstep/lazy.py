@@ -237,6 +237,8 @@ def lean(
             engine="replay",
             overrides=overrides,
             offload=False,
+            # No later step is measured, to see whether it was right.
+            chunks=False,
         )
 
     lazy = Lean(model, make_plan)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from leanstep.blockgraph import BlockGraph, views_of
+from leanstep.chunks import as_planned
 from leanstep.effects import Effect, Replay, Shift, decision_effect, with_offload
 from leanstep.errors import PlanError
 from leanstep.ir import (
@@ -31,11 +32,12 @@ from leanstep.ir.blocks import find_block
 def simulate(profile: Profile, plan: Plan | None = None) -> Timeline:
     """Say what the step needs at every op, under a plan or untouched."""
     effects = [] if plan is None else plan_effects(profile, plan)
-    return timeline(profile, effects)
+    return timeline(as_planned(profile, plan), effects)
 
 
 def plan_effects(profile: Profile, plan: Plan) -> list[Effect]:
-    """The effect of each decision that changes something."""
+    """The effect of each decision that changes something, on the step as its loss is planned."""
+    profile = as_planned(profile, plan)
     blocks = [find_block(profile.graph, profile.blocks, decision) for decision in plan.decisions]
     views = views_of(profile.graph, blocks)
     effects = []
@@ -49,6 +51,8 @@ def plan_effects(profile: Profile, plan: Plan) -> list[Effect]:
         if decision.engine is not Engine.UNTOUCHED:
             effect = decision_effect(profile, view, decision)
             effects.append(with_offload(effect, views, place, decision.offload))
+    if plan.loss is not None:
+        effects.append(Effect(added_seconds=plan.loss.extra_seconds))
     return effects
 
 
@@ -188,6 +192,7 @@ def _breakdown(
 def memory_curve(profile: Profile, plan: Plan | None = None) -> MemoryCurve:
     """The bytes of each category at every op of the step, under a plan or untouched."""
     effects = [] if plan is None else plan_effects(profile, plan)
+    profile = as_planned(profile, plan)
     line = timeline(profile, effects)
     places = np.array([point.position for point in line.points])
     by_category: dict[Category, list[Shift]] = {category: [] for category in Category}

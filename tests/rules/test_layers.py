@@ -21,7 +21,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 BASE = {"errors", "units"}
 IR = BASE | {"ir"}
 REBUILD = IR | {"rebuild", "recipes", "blockgraph"}
-SIMULATOR = REBUILD | {"effects", "simulator"}
+SIMULATOR = REBUILD | {"effects", "chunks", "simulator"}
 SOLVERS = SIMULATOR | {"solvers"}
 PLANNER = SOLVERS | {"planner"}
 DEVICE = REBUILD | {
@@ -30,6 +30,7 @@ DEVICE = REBUILD | {
     "torch_compiler",
     "torch_interpreter",
     "torch_precision",
+    "torch_loss",
     "eager",
     "step",
     "generators",
@@ -53,7 +54,8 @@ MAY_IMPORT = {
     "recipes": IR | {"rebuild"},
     "blockgraph": IR | {"rebuild", "recipes"},
     "effects": REBUILD | {"effects"},
-    "simulator": REBUILD | {"effects"},
+    "chunks": IR,
+    "simulator": REBUILD | {"effects", "chunks"},
     "solvers": SOLVERS,
     "planner": PLANNER,
     # A page shows the plan for every budget.
@@ -64,6 +66,7 @@ MAY_IMPORT = {
     "torch_compiler": BASE | {"torch_private", "torch_autograd"},
     "torch_interpreter": BASE,
     "torch_precision": BASE,
+    "torch_loss": BASE,
     "owners": BASE | {"torch_private"},
     "eager": BASE | {"torch_private"},
     "step": IR | {"torch_private"},

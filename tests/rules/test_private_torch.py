@@ -1,6 +1,7 @@
 """Names of torch that begin with an underscore are used in torch_private.py, the compiler's in
 torch_compiler.py, those of nodes of autograd in torch_autograd.py, those of the interpreter of
-graphs in torch_interpreter.py, those of float32's precision in torch_precision.py.
+graphs in torch_interpreter.py, those of float32's precision in torch_precision.py, those of a cross
+entropy in torch_loss.py.
 
 They change between versions of torch; that file says what each is for and which versions have it.
 """
@@ -18,6 +19,7 @@ HOMES = (
     "torch_compiler.py",
     "torch_interpreter.py",
     "torch_precision.py",
+    "torch_loss.py",
 )
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if path.name not in HOMES)
 

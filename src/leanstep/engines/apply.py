@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from leanstep.engines.attach import Runner, attach, can_attach, detach, is_attached
+from leanstep.engines.loss import Window
 from leanstep.engines.module import check_own
 from leanstep.engines.observer import Observer
 from leanstep.engines.parking import Lot
@@ -41,6 +42,12 @@ class Applied:
         """
         attach(module, runner)
         self._runners.append((module, runner, unplanned))
+
+    @property
+    def has_met_loss(self) -> bool:
+        """Whether the loss was computed in chunks, where it should be."""
+        window = self.rounds.window
+        return window is None or window.runs > 0
 
     def remove(self) -> None:
         """Give the model back exactly as it was."""
@@ -105,6 +112,9 @@ def apply(model: torch.nn.Module, plan: Plan, *, refuse_at_first_call: bool = Fa
         _check_block(path, modules, is_stretch=bool(decisions[0].children))
         if any(decision.engine is Engine.MODULE for decision in decisions):
             check_own(path)
+    if plan.loss is not None:
+        _check_block(plan.loss.path, modules, is_stretch=False)
+        applied.rounds.window = Window(plan.loss)
     paths = ModulePaths(model, plan.model.evaluating)
     watch = SizeWatch(plan.peak_bytes, plan.movable_bytes, plan.budget_bytes)
     givers = {decision for decision, after in plan.pairs if after and after.takes_border}
@@ -124,6 +134,8 @@ def apply(model: torch.nn.Module, plan: Plan, *, refuse_at_first_call: bool = Fa
             _runner(scope, decisions, make),
             _runner(scope, unplanned, make) if unplanned else None,
         )
+    if applied.rounds.window is not None and plan.loss is not None:
+        applied.put(modules[plan.loss.path], applied.rounds.window)
     return applied
 
 

@@ -11,6 +11,7 @@ from leanstep.eager import CompilerWatch, uncompiled
 from leanstep.engines.border import Borders, Gate
 from leanstep.engines.context import Context
 from leanstep.engines.inductor import CompiledBlock
+from leanstep.engines.loss import Window
 from leanstep.engines.observer import Observer, observed
 from leanstep.engines.parking import Lot, Spaces
 from leanstep.engines.replay import Replayer
@@ -33,7 +34,8 @@ class Round:
     """The calls between two backward passes: occurrences are counted from its start.
 
     In a rehearsal there is a observer. The `lot` holds what waits on the host. `num_recorded` is
-    how many calls were recorded, in all rounds: such a one takes many times as long.
+    how many calls were recorded, in all rounds: such a one takes many times as long. The `window`
+    is there where the loss is computed in chunks.
     """
 
     lot: Lot
@@ -44,6 +46,7 @@ class Round:
     borders: Borders = field(default_factory=Borders)
     observer: Observer | None = None
     compiler: CompilerWatch = field(default_factory=CompilerWatch)
+    window: Window | None = None
 
     def begin_call(self) -> int:
         """The number of the round that a call belongs to."""
@@ -146,6 +149,18 @@ class BlockRuntime:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run one call: untouched without gradients or inside another block, else as planned."""
+        if self.rounds.window is None:
+            return self._call(module, forward, args, kwargs)
+        with self.rounds.window.closed():
+            return self._call(module, forward, args, kwargs)
+
+    def _call(
+        self,
+        module: torch.nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         is_passive = not torch.is_grad_enabled() or self.rounds.active
         if is_passive or is_traced():
             return forward(module, *args, **kwargs)

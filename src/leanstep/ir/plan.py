@@ -9,6 +9,7 @@ from leanstep.ir.decision import Decision, Engine
 from leanstep.ir.explanation import Explanation, group
 from leanstep.ir.form import Kind
 from leanstep.ir.identity import Identity
+from leanstep.ir.loss import LossInChunks
 from leanstep.ir.notebook import html_card, html_lines, html_table
 from leanstep.ir.peak import Peak
 from leanstep.units import format_percent, format_seconds
@@ -22,7 +23,8 @@ class Plan(Saved):
     and `gap = (extra_seconds - bound_seconds) / max(bound_seconds, 1 % of the unplanned step)`.
     `movable_bytes` is the part of the peak that grows with the batch. `exact` is false where the
     user allowed cheap replays whose bits are not the op's own. `kinds` are the kinds of blocks that
-    are compiled, each with the unplanned form and those that decisions name.
+    are compiled, each with the unplanned form and those that decisions name. `loss` is there where
+    the loss is computed in chunks.
     """
 
     solver: str
@@ -41,6 +43,7 @@ class Plan(Saved):
     unplanned_peak: Peak | None = field(default=None, repr=False)
     exact: bool = True
     kinds: tuple[Kind, ...] = field(default=(), repr=False)
+    loss: LossInChunks | None = None
 
     @property
     def gap(self) -> float:

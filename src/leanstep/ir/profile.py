@@ -76,7 +76,8 @@ class Profile(Saved):
     one; else 0. `copy_seconds` is what each value that waits on the host adds to the step, which is
     the CPU's time for it: 0 where forward leaves the CPU time to spare. With `is_compiled` the
     untouched step is the one with every block compiled in the compiler's own form; `kinds` are the
-    kinds of these blocks.
+    kinds of these blocks. `whole_loss` says why the loss cannot be computed in chunks, where that
+    was tried.
     """
 
     graph: Graph = field(repr=False)
@@ -101,6 +102,7 @@ class Profile(Saved):
     copy_seconds: float = 0.0
     kinds: tuple[Kind, ...] = field(default=(), repr=False)
     is_compiled: bool = False
+    whole_loss: str = ""
 
     @property
     def launch_seconds(self) -> float:

@@ -21,9 +21,12 @@ def bound_seconds(problem: Problem, solution: Solution, budget_bytes: int) -> fl
     return min(listed, _greedy_seconds(problem, budget_bytes))
 
 
-def relaxed_seconds(problem: Problem, budget_bytes: int) -> float:
-    """The same without a solution: the linear relaxation's least time, or the greedy's."""
-    relaxed = _relaxed_listed_seconds(problem, budget_bytes)
+def relaxed_seconds(problem: Problem, budget_bytes: int, *, without_any: float = 0.0) -> float:
+    """The same without a solution: the linear relaxation's least time, or the greedy's.
+
+    `without_any` is the answer where not even the relaxation has one.
+    """
+    relaxed = _relaxed_listed_seconds(problem, budget_bytes, without_any)
     return min(relaxed, _greedy_seconds(problem, budget_bytes))
 
 
@@ -33,9 +36,9 @@ def _greedy_seconds(problem: Problem, budget_bytes: int) -> float:
     return problem.seconds(greedy.picks) if greedy.is_found else math.inf
 
 
-def _relaxed_listed_seconds(problem: Problem, budget_bytes: int) -> float:
+def _relaxed_listed_seconds(problem: Problem, budget_bytes: int, without_any: float = 0.0) -> float:
     chain = chain_of(problem)
     if not chain.is_complete or chain.slack_bytes(budget_bytes):
         chain = loose_chain(problem, chain)
     relaxation = relax(problem, chain, budget_bytes)
-    return 0.0 if relaxation is None else relaxation.bound_picoseconds / PICOSECONDS
+    return without_any if relaxation is None else relaxation.bound_picoseconds / PICOSECONDS

@@ -1,13 +1,14 @@
 """The whole curve of peak against time, for every solver in one call."""
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from leanstep.errors import InputError
 from leanstep.ir import Frontier, FrontierPoint, Profile
-from leanstep.planner.bounds import bound_seconds
+from leanstep.planner.bounds import bound_seconds, relaxed_seconds
 from leanstep.planner.whole import Space, prepare
-from leanstep.solvers.base import Solver
+from leanstep.solvers.base import Outcome, Solution, Solver
 from leanstep.solvers.registry import CURVED, find_solver
 
 
@@ -34,7 +35,7 @@ def frontier(
         raise InputError(f"points={points} is too few: a curve has at least 2")
     space = prepare(profile, engine, overrides)
     asked = [find_solver(name) for name in (CURVED if solvers is None else solvers)]
-    floors = {solver.name: _floor_bytes(space, solver) for solver in asked}
+    floors = {solver.name: space.floor_bytes(solver) for solver in asked}
     low = min(floors.values(), default=profile.peak_bytes)
     high = max(low, space.problem.peak_bytes(space.problem.kept))
     budgets = [high - (high - low) * place // (points - 1) for place in range(points)]
@@ -52,9 +53,19 @@ def frontier(
     )
 
 
-def _floor_bytes(space: Space, solver: Solver) -> int:
-    lowest = solver.lowest(space.problem)
-    return (lowest.problem or space.problem).peak_bytes(lowest.picks)
+def _extra_seconds(space: Space, solution: Solution) -> float:
+    problem = solution.problem or space.problem
+    return problem.seconds(solution.picks) - space.unplanned_seconds + space.loss_seconds
+
+
+def _bound_seconds(space: Space, solution: Solution, budget_bytes: int) -> float:
+    if solution.outcome is Outcome.INFEASIBLE:
+        return math.inf
+    if solution.is_found:
+        bound = bound_seconds(space.problem, solution, budget_bytes)
+    else:
+        bound = relaxed_seconds(space.problem, budget_bytes, without_any=math.inf)
+    return bound - space.unplanned_seconds + space.loss_seconds
 
 
 def _points(
@@ -65,15 +76,18 @@ def _points(
     for solver in asked:
         for budget_bytes in budgets:
             start = time.perf_counter()
-            solution = solver.solve(space.problem, budget_bytes)
+            answers = [(own, solver.solve(own.problem, budget_bytes)) for own in space.both]
             seconds = time.perf_counter() - start
-            if not solution.is_found:
+            found = [pair for pair in answers if pair[1].is_found]
+            if not found:
                 continue
-            problem = solution.problem or space.problem
-            extra = problem.seconds(solution.picks) - space.unplanned_seconds
+            best, solution = min(found, key=lambda pair: _extra_seconds(*pair))
+            extra = _extra_seconds(best, solution)
             if budget_bytes not in bounds:
-                bound = bound_seconds(space.problem, solution, budget_bytes)
-                bounds[budget_bytes] = bound - space.unplanned_seconds
+                bounds[budget_bytes] = min(
+                    _bound_seconds(own, answer, budget_bytes) for own, answer in answers
+                )
+            problem = solution.problem or best.problem
             yield FrontierPoint(
                 solver=solver.name,
                 budget_bytes=budget_bytes,

@@ -19,7 +19,7 @@ STATIC = (Category.PARAMETER, Category.BUFFER, Category.GRADIENT, Category.OPTIM
 class Account:
     """Every decision's share in the planned step, at its peak and at the untouched step's.
 
-    `dropped` are the storages that each decision drops.
+    `dropped` are the storages that each decision drops, `untouched` the step before it was planned.
     """
 
     def __init__(
@@ -29,13 +29,15 @@ class Account:
         effects: Sequence[Effect],
         line: Timeline,
         dropped: Sequence[frozenset[int]],
+        untouched: Profile,
     ) -> None:
         self.profile, self.views, self.effects = profile, views, effects
         self._dropped = dropped
-        untouched = timeline(profile, [])
-        self.planned, self.unplanned = line.points[line.peak], untouched.points[untouched.peak]
+        before = timeline(untouched, [])
+        self.planned, self.unplanned = line.points[line.peak], before.points[before.peak]
         self.base_bytes = int(base_levels(profile)[self.planned.position])
-        self._finder = _Finder(profile, [view.block for view in views])
+        blocks = [view.block for view in views]
+        self._finder, self._finder_before = _Finder(profile, blocks), _Finder(untouched, blocks)
 
     def share(self, place: int) -> dict[str, Any]:
         """The rows of one decision, and what it frees, as fields of a `Decision`."""
@@ -88,7 +90,7 @@ class Account:
         spare = self._finder.spare_bytes(self.views, self.effects, droppable, self.planned)
         return (
             replace(found, advice=advice(found, spare)),
-            self._finder.peak(self.unplanned, (), self.unplanned.live_bytes - freed),
+            self._finder_before.peak(self.unplanned, (), self.unplanned.live_bytes - freed),
         )
 
 

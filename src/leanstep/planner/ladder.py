@@ -55,8 +55,7 @@ def ladder(
 
 
 def _budgets(space: Space, solver: Solver, count: int) -> list[int]:
-    lowest = solver.lowest(space.problem)
-    low = (lowest.problem or space.problem).peak_bytes(lowest.picks)
+    low = space.floor_bytes(solver)
     high = max(low, space.problem.peak_bytes(space.problem.kept))
     return [high - (high - low) * place // (count - 1) for place in range(count)]
 

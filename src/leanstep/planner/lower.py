@@ -5,13 +5,23 @@ from dataclasses import replace
 
 from leanstep.blockgraph import NEVER_RERUN, BlockGraph, rerun
 from leanstep.effects import Effect, with_offload
-from leanstep.ir import Decision, Engine, Fact, Kind, Offload, Plan, Profile, Timeline
+from leanstep.ir import (
+    Decision,
+    Engine,
+    Fact,
+    Kind,
+    LossInChunks,
+    Offload,
+    Plan,
+    Profile,
+    Timeline,
+)
 from leanstep.ir.text import some_names
 from leanstep.planner.explain import Account
 from leanstep.planner.option import Option
 from leanstep.planner.segments import Part
 from leanstep.simulator import peak_op, static_bytes, timeline
-from leanstep.units import format_bytes
+from leanstep.units import format_bytes, format_seconds
 
 
 def lower(
@@ -25,21 +35,28 @@ def lower(
     bound_seconds: float,
     exact: bool = True,
     offload: Sequence[tuple[Offload, ...]] = (),
+    untouched: Profile | None = None,
+    loss: LossInChunks | None = None,
 ) -> Plan:
     """Make the plan, with the peak that the simulator finds for it.
 
-    `droppable` is what each call might drop, `offload` what each moves to the host.
+    `droppable` is what each call might drop, `offload` what each moves to the host. Where the
+    profile has its `loss` in chunks, `untouched` is the one that has not.
     """
     moved = offload or [()] * len(picked)
-    found = _with_offload(effects(picked), [part.view for part, _ in picked], moved)
+    views = [part.view for part, _ in picked]
+    found = _with_offload(effects(picked), views, moved)
     line = timeline(profile, found)
     dropped = [option.dropped for _, option in picked]
-    account = Account(profile, [part.view for part, _ in picked], found, line, dropped)
+    account = Account(profile, views, found, line, dropped, untouched or profile)
     planned, unplanned = account.peaks(droppable)
     takes = [False, *(option.drops_border for _, option in picked)][: len(picked)]
     num_copies = sum(effect.num_copies for effect in found)
     extra_seconds = sum(option.extra_seconds for _, option in picked)
     extra_seconds += num_copies * profile.copy_seconds
+    if loss is not None:
+        extra_seconds += loss.extra_seconds
+        bound_seconds += loss.extra_seconds
     unplanned_seconds = sum(option.unplanned_seconds for _, option in picked)
     return Plan(
         solver=solver,
@@ -62,6 +79,7 @@ def lower(
         torch_version=profile.torch_version,
         notes=(
             _peak_note(profile, line),
+            *_loss_notes(loss),
             *_host_notes(moved),
             *_notes("nothing can be dropped in", _stuck(profile, picked)),
             *_notes("run again as a whole:", [p.view for p, o in picked if _is_second_best(p, o)]),
@@ -74,6 +92,7 @@ def lower(
         unplanned_peak=unplanned,
         exact=exact,
         kinds=tuple(_used_kinds(profile, [option for _, option in picked])),
+        loss=loss,
     )
 
 
@@ -89,6 +108,15 @@ def _with_offload(
         with_offload(effect, views, place, own)
         for place, (effect, own) in enumerate(zip(found, offload, strict=True))
     ]
+
+
+def _loss_notes(loss: LossInChunks | None) -> Iterator[str]:
+    if loss is not None:
+        freed, paid = format_bytes(loss.freed_bytes), format_seconds(loss.extra_seconds)
+        yield (
+            f"the loss is computed {loss.num_rows} rows at a time: {freed} less for {paid} "
+            "(chunks=False computes it as a whole)"
+        )
 
 
 def _host_notes(offload: Sequence[tuple[Offload, ...]]) -> Iterator[str]:

@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from leanstep.blockgraph import BlockGraph
+from leanstep.chunks import find_loss, in_chunks
 from leanstep.errors import BudgetError
-from leanstep.ir import Engine, Kind, Offload, Plan, Profile, Timeline
+from leanstep.ir import Engine, Kind, LossInChunks, Offload, Plan, Profile, Timeline
 from leanstep.ir.exclusion import left_out
 from leanstep.planner.bounds import bound_seconds, relaxed_seconds
 from leanstep.planner.lower import effects, lower
@@ -38,16 +39,50 @@ Roomier = tuple[Problem, Callable[[Solution], Solution]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Space:
-    """Everything that can be decided about a profiled step: made once, asked for many budgets."""
+    """Everything that can be decided about a profiled step: made once, asked for many budgets.
+
+    With a `loss` the step is the one that computes it in chunks, and `untouched` the recorded one.
+    """
 
     profile: Profile
+    untouched: Profile
     engine: str
     rules: tuple[Rule, ...]
     parts: Parts
     problem: Problem
     exact: bool = True
-    # Worked out once for all budgets: it takes as long as a plan.
+    loss: LossInChunks | None = None
+    # Worked out once for all budgets: each takes as long as a plan.
     _rooms: dict[tuple[float, float], Roomier] = field(default_factory=dict, repr=False)
+    _chunked: "list[Space | None]" = field(default_factory=list, repr=False)
+
+    @property
+    def chunked(self) -> "Space | None":
+        """The same for the step with its loss in chunks, where that is possible."""
+        if not self._chunked:
+            loss = None if self.loss else find_loss(self.profile)
+            self._chunked.append(None if loss is None else self._with(loss))
+        return self._chunked[0]
+
+    def _with(self, loss: LossInChunks) -> "Space":
+        chunked = in_chunks(self.profile, loss)
+        space = _prepared(chunked, self.engine, self.rules, exact=self.exact)
+        return replace(space, untouched=self.untouched, loss=loss)
+
+    @property
+    def both(self) -> "tuple[Space, ...]":
+        """With the loss as a whole and, where that is possible, in chunks."""
+        return (self,) if self.chunked is None else (self, self.chunked)
+
+    def floor_bytes(self, solver: Solver) -> int:
+        """The least peak that a solver finds without the host."""
+        lowest = [(own.problem, solver.lowest(own.problem)) for own in self.both]
+        return min((one.problem or problem).peak_bytes(one.picks) for problem, one in lowest)
+
+    @property
+    def loss_seconds(self) -> float:
+        """What the loss takes longer than in the recorded step."""
+        return 0.0 if self.loss is None else self.loss.extra_seconds
 
     def roomier(self, share: float, least_seconds: float) -> Roomier:
         """The problem with so much of what the link could move gone to the host."""
@@ -118,6 +153,7 @@ def plan(
     overrides: Mapping[str, str] | None = None,
     exact: bool = True,
     offload: bool = True,
+    chunks: bool = True,
 ) -> Plan:
     """Decide what each block call drops, so that the step fits the budget in the least time.
 
@@ -132,6 +168,7 @@ def plan(
             `{"encoder.*.attention": "recompute", "*::aten.mm": "keep"}`. Later ones win.
         exact: false also allows cheap replays that were not seen to give the same bits.
         offload: also move activations to host memory, where the profile has the link's figures.
+        chunks: also compute the loss some rows at a time, where that saves time.
 
     Raises:
         BudgetError: no plan fits; it names the least peak that can be asked for.
@@ -140,7 +177,7 @@ def plan(
     find_solver(solver)
     budget_bytes = parse_budget(budget, unplanned_peak_bytes=profile.peak_bytes)
     space = prepare(profile, engine, overrides, exact=exact)
-    return plan_in(space, budget_bytes, solver=solver, offload=offload)
+    return plan_in(space, budget_bytes, solver=solver, offload=offload, chunks=chunks)
 
 
 def prepare(
@@ -158,38 +195,64 @@ def prepare(
 
 def _prepared(profile: Profile, engine: str, rules: tuple[Rule, ...], *, exact: bool) -> Space:
     parts = Parts(profile, engine, rules, exact=exact)
-    return Space(profile, engine, rules, parts, parts.problem(), exact)
+    return Space(profile, profile, engine, rules, parts, parts.problem(), exact)
 
 
 def plan_in(
-    space: Space, budget_bytes: int, *, solver: str | Solver = "auto", offload: bool = True
+    space: Space,
+    budget_bytes: int,
+    *,
+    solver: str | Solver = "auto",
+    offload: bool = True,
+    chunks: bool = True,
 ) -> Plan:
-    """Plan for one budget in a prepared space."""
-    found_solver = find_solver(solver)
-    solution = found_solver.solve(space.problem, budget_bytes)
+    """Plan for one budget in a prepared space, with the loss as a whole or in chunks."""
+    own = find_solver(solver)
+    whole = _plan_in(space, budget_bytes, own, offload=offload)
+    if whole is not None and not whole.extra_seconds:
+        return whole
+    found = [] if whole is None else [whole]
+    other = space.chunked if chunks else None
+    if other is not None and (plan := _plan_in(other, budget_bytes, own, offload=offload)):
+        found.append(plan)
+    if not found:
+        raise _budget_error(other or space, own, budget_bytes, offload=offload)
+    best = min(found, key=lambda plan: plan.extra_seconds)
+    if whole is not None:
+        return replace(best, bound_seconds=min(plan.bound_seconds for plan in found))
+    # None was found with the loss as a whole; the bound is about all that there may be.
+    room = capacity_bytes(space.profile) if offload else 0
+    bound = relaxed_seconds(space.problem, budget_bytes + room, without_any=math.inf)
+    return replace(best, bound_seconds=min(best.bound_seconds, bound - space.unplanned_seconds))
+
+
+def _plan_in(space: Space, budget_bytes: int, solver: Solver, *, offload: bool) -> Plan | None:
+    solution = solver.solve(space.problem, budget_bytes)
     answer = Answer(solution, space.picked(solution)) if solution.is_found else None
     if offload and (answer is None or answer.extra_seconds):
-        other = _with_the_host(space, found_solver, budget_bytes, LEAST_SECONDS)
+        other = _with_the_host(space, solver, budget_bytes, LEAST_SECONDS)
         if other and (answer is None or other.extra_seconds < answer.extra_seconds):
             answer = other
     if offload and answer is None:
         # Many small copies are better than none.
-        answer = _with_the_host(space, found_solver, budget_bytes, 0.0)
+        answer = _with_the_host(space, solver, budget_bytes, 0.0)
     if answer is None:
-        raise _budget_error(space, found_solver, budget_bytes, offload=offload)
+        return None
     found = lower(
         space.profile,
         answer.picked,
         droppable=[part.options.droppable for part, _ in answer.picked],
         notes=space.notes,
-        solver=found_solver.name,
+        solver=solver.name,
         budget_bytes=budget_bytes,
         bound_seconds=_bound(space, solution, answer, budget_bytes, offload=offload),
         exact=space.exact,
         offload=answer.offload,
+        untouched=space.untouched,
+        loss=space.loss,
     )
     # Simulated from the decisions alone, as anyone would who is given the plan.
-    simulated = simulate(space.profile, found).peak_bytes
+    simulated = simulate(space.untouched, found).peak_bytes
     assert found.peak_bytes == simulated, "planner and simulator must agree"
     if not answer.offload:
         promised = (answer.solution.problem or space.problem).peak_bytes(answer.solution.picks)

@@ -7,9 +7,11 @@ again comes before what it brings back: gains that begin at p are not there yet,
 at p still are; what it has rebuilt so far is the rest of the level.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from leanstep.chunks import as_planned, resized
+from leanstep.effects import Shift
 from leanstep.ir import Category, Graph, Phase, Plan, Profile
 from leanstep.simulator import memory_curve, plan_effects, simulate
 
@@ -93,11 +95,17 @@ def steps_of(profile: Profile, plan: Plan | None) -> Steps:
         after=None if plan is None else _curve(profile, plan),
         shifts=tuple(
             (shift.start, shift.stop, shift.nbytes, shift.storage)
-            for effect in effects
-            for shift in effect.shifts
+            for shift in (*_loss_shifts(profile, plan), *(s for e in effects for s in e.shifts))
             if shift.start < shift.stop and shift.nbytes
         ),
     )
+
+
+def _loss_shifts(profile: Profile, plan: Plan | None) -> Iterator[Shift]:
+    """What becomes of storages where the loss is computed in chunks."""
+    for number, old, new in resized(profile.graph, as_planned(profile, plan).graph):
+        yield Shift(old.birth + 1, old.death + 1, -old.nbytes, old.category, number)
+        yield Shift(new.birth + 1, new.death + 1, new.nbytes, new.category, number)
 
 
 def _op_columns(graph: Graph) -> OpColumns:

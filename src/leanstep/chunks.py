@@ -1,0 +1,213 @@
+"""The loss in chunks: a step whose cross entropy is computed some rows at a time.
+
+Language models have their peak there: a score in float32 for every token and word, the gradient of
+each, and both at once. Row by row they need each other for nothing, so a chunk of rows has the bits
+of the whole. The logits stay until backward, where each chunk's scores are computed again.
+
+This is about the recorded step alone: it says what it would need in chunks. `engines/loss.py` is
+what computes it so.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from leanstep.errors import PlanError
+from leanstep.ir import Graph, LossInChunks, Op, Phase, Plan, Profile, Storage
+
+# What a chunk of scores takes: enough for a GPU to be busy, little beside the whole.
+CHUNK_BYTES = 128 * 2**20
+FEWEST_CHUNKS = 8
+# A row of a chunk begins at an address that is as even as that of the whole's row: kernels sum in
+# another order where it is not.
+EVEN_ROWS = 16
+LABEL_BYTES = 8
+
+# The CPU's work for a chunk: ops in forward and backward, in units of an op of the step.
+_CHUNK_IN_OPS = 12
+# The same on the CPU itself, where nothing runs beside it (`benchmarks/loss_in_chunks.py`).
+_CHUNK_SECONDS = 60e-6
+
+_SCORES = "aten._log_softmax.default"
+_LOSS = "aten.nll_loss_forward.default"
+_LOSS_BACKWARD = "aten.nll_loss_backward.default"
+_SCORES_BACKWARD = "aten._log_softmax_backward_data.default"
+_CAST = "aten._to_copy.default"
+
+
+@dataclass(frozen=True, slots=True)
+class _Tail:
+    """The ops of a cross entropy in a step, and the storages that they are about.
+
+    `logits` are what it is given and `gradient` what it gives back. `passing` are those between,
+    which no one else reads: whole in the recorded step, a chunk each in the other.
+    """
+
+    ops: tuple[int, ...]
+    last: int
+    logits: int
+    gradient: int
+    passing: tuple[int, ...]
+    scores: int
+    labels: int
+    again: tuple[int, ...]
+
+
+def find_loss(profile: Profile) -> LossInChunks | None:
+    """How the loss of a step could be computed in chunks; None where it could not, or need not."""
+    tail = None if profile.whole_loss or profile.company else _tail(profile)
+    if tail is None:
+        return None
+    graph = profile.graph
+    call = graph.calls[graph.ops[tail.ops[0]].call]
+    num_rows = graph.storages[tail.labels].nbytes // LABEL_BYTES
+    in_chunk = _rows_in_chunk(num_rows, graph.storages[tail.scores].nbytes)
+    if call.occurrence != 0 or in_chunk >= num_rows:
+        return None
+    num_chunks = -(-num_rows // in_chunk)
+    seconds = sum(profile.seconds(op) for op in tail.again)
+    passing = sum(graph.storages[number].nbytes for number in tail.passing)
+    return LossInChunks(
+        path=call.path,
+        num_rows=in_chunk,
+        freed_bytes=passing - passing * in_chunk // num_rows,
+        extra_seconds=seconds + num_chunks * _chunk_seconds(profile),
+    )
+
+
+def is_outside(profile: Profile) -> bool:
+    """Whether a step has such a loss, but computes it outside of its model."""
+    return any(op.name == _LOSS and op.call < 0 for op in profile.graph.ops)
+
+
+def as_planned(profile: Profile, plan: Plan | None) -> Profile:
+    """The step with its loss as a plan has it; what the plan says of blocks is another matter."""
+    return profile if plan is None or plan.loss is None else in_chunks(profile, plan.loss)
+
+
+def in_chunks(profile: Profile, loss: LossInChunks) -> Profile:
+    """The same step with its loss in chunks: `peak_bytes` stays that of the untouched one."""
+    tail = _tail(profile)
+    if tail is None:
+        raise PlanError("the plan computes the loss in chunks, and this step has no such loss")
+    graph = profile.graph
+    num_rows = max(1, graph.storages[tail.labels].nbytes // LABEL_BYTES)
+    ops, storages = list(graph.ops), list(graph.storages)
+    # A chunk's gradient is made apart, and copied to its place among the others.
+    own_bytes = _part(graph.storages[tail.gradient].nbytes, loss.num_rows, num_rows)
+    for number in tail.passing:
+        whole = storages[number]
+        chunk_bytes = _part(whole.nbytes, loss.num_rows, num_rows)
+        storages[number] = replace(whole, nbytes=chunk_bytes)
+        ops[whole.birth] = _lower(ops[whole.birth], whole.nbytes - chunk_bytes)
+    last = ops[tail.last]
+    ops[tail.last] = replace(last, rise_bytes=last.rise_bytes + own_bytes)
+    storages[tail.logits] = _held_until(storages[tail.logits], tail.last)
+    return replace(profile, graph=replace(graph, ops=tuple(ops), storages=tuple(storages)))
+
+
+def _rows_in_chunk(num_rows: int, scores_bytes: int) -> int:
+    num_chunks = max(FEWEST_CHUNKS, scores_bytes // CHUNK_BYTES)
+    rows = -(-num_rows // num_chunks)
+    return -(-rows // EVEN_ROWS) * EVEN_ROWS
+
+
+def _chunk_seconds(profile: Profile) -> float:
+    own = _CHUNK_SECONDS if profile.graph.is_on_host else 0.0
+    return own + _CHUNK_IN_OPS * profile.issue_seconds / max(1, len(profile.graph.ops))
+
+
+def _part(nbytes: int, num_rows: int, of_rows: int) -> int:
+    return -(-nbytes * min(num_rows, of_rows) // of_rows)
+
+
+def _lower(op: Op, nbytes: int) -> Op:
+    return replace(op, rise_bytes=max(0, op.rise_bytes - nbytes))
+
+
+def _held_until(storage: Storage, position: int) -> Storage:
+    return replace(storage, death=max(storage.death, position))
+
+
+def _tail(profile: Profile) -> _Tail | None:
+    """The one cross entropy of a step that is computed in a module, outside of every block."""
+    graph = profile.graph
+    losses = [index for index, op in enumerate(graph.ops) if op.name == _LOSS]
+    if len(losses) != 1:
+        return None
+    readers = _readers(graph)
+    tail = _matched(graph, readers, losses[0])
+    if tail is None or graph.ops[tail.ops[0]].call < 0:
+        return None
+    # Blocks have plans of their own for what they make.
+    made = (*tail.ops, graph.storages[tail.logits].birth)
+    inside = any(block.start <= op < block.stop for block in profile.blocks for op in made)
+    return None if inside else tail
+
+
+def _matched(graph: Graph, readers: dict[int, list[int]], loss: int) -> _Tail | None:
+    reads = graph.ops[loss].reads
+    if len(reads) != 2:
+        # Classes have weights.
+        return None
+    scores, labels = (value.storage for value in reads)
+    forward = graph.storages[scores].birth
+    backward = [op for op in readers.get(scores, ()) if op not in (forward, loss)]
+    if forward < 0 or graph.ops[forward].name != _SCORES or len(graph.ops[forward].reads) != 1:
+        return None
+    if [graph.ops[op].name for op in backward] != [_LOSS_BACKWARD, _SCORES_BACKWARD]:
+        return None
+    of_loss, of_scores = backward
+    made = [*graph.births(of_loss), *graph.births(of_scores)]
+    if len(made) != 2 or readers.get(made[0]) != [of_scores]:
+        return None
+    tail = _Tail(
+        ops=(forward, loss, of_loss, of_scores),
+        last=of_scores,
+        logits=graph.ops[forward].reads[0].storage,
+        gradient=made[1],
+        passing=(scores, made[0]),
+        scores=scores,
+        labels=labels,
+        again=(forward,),
+    )
+    return _with_casts(graph, readers, tail)
+
+
+def _with_casts(graph: Graph, readers: dict[int, list[int]], tail: _Tail) -> _Tail:
+    """The same from the logits of 16 bits on, where autocast has cast them to float32."""
+    cast, after = graph.storages[tail.logits].birth, readers.get(tail.gradient, [])
+    forward = tail.ops[0]
+    if cast < 0 or readers.get(tail.logits) != [forward] or len(after) != 1:
+        return tail
+    made, back = graph.ops[cast], graph.births(after[0])
+    is_cast = made.name == _CAST and graph.ops[after[0]].name == _CAST and len(back) == 1
+    # The user's own cast is an argument of the loss, and stands on another line.
+    if not is_cast or made.source != graph.ops[forward].source or made.call < 0:
+        return tail
+    return replace(
+        tail,
+        ops=(cast, *tail.ops, after[0]),
+        last=after[0],
+        logits=made.reads[0].storage,
+        gradient=back[0],
+        passing=(*tail.passing, tail.logits, tail.gradient),
+        again=(cast, *tail.again),
+    )
+
+
+def _readers(graph: Graph) -> dict[int, list[int]]:
+    """The ops that make something of each storage: views do not, nor what is done to gradients."""
+    found: dict[int, list[int]] = {}
+    for index, op in enumerate(graph.ops):
+        if op.writes and op.phase is not Phase.OPTIMIZER:
+            for number in dict.fromkeys(value.storage for value in op.reads):
+                found.setdefault(number, []).append(index)
+    return found
+
+
+def resized(before: Graph, after: Graph) -> Iterator[tuple[int, Storage, Storage]]:
+    """The storages that are not what they were."""
+    pairs = zip(before.storages, after.storages, strict=True)
+    for number, (old, new) in enumerate(pairs):
+        if old is not new:
+            yield number, old, new

@@ -1,0 +1,168 @@
+"""Cross entropy some rows at a time, with the bits of the whole.
+
+While the module runs whose forward computes the loss, `torch.nn.functional.cross_entropy` is
+answered by ours (`nn.CrossEntropyLoss` calls it too), and nothing else is changed. What is not as
+it was when the step was recorded is left to torch: weights of classes, smoothed labels, labels
+that are shares, images.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from leanstep.ir import LossInChunks
+from leanstep.step import autocast_is_on
+from leanstep.torch_loss import REDUCTIONS, Way, loss_of, scores_gradient, stepping_aside, way_of
+from leanstep.torch_private import is_traced
+
+
+class Window(TorchFunctionMode):
+    """Answer calls of cross entropy while one module runs; `runs` counts those in chunks."""
+
+    def __init__(self, loss: LossInChunks) -> None:
+        super().__init__()
+        self.runs = 0
+        self._num_rows = loss.num_rows
+        self._ways: dict[tuple[Any, ...], Way | None] = {}
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run one call of the module."""
+        if not torch.is_grad_enabled() or is_traced():
+            return forward(module, *args, **kwargs)
+        with self:
+            return forward(module, *args, **kwargs)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Stand in front of every function of torch, for one of them."""
+        if func is functional.cross_entropy:
+            return self._cross_entropy(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def closed(self) -> AbstractContextManager[None]:
+        """Blocks run as ever: compiled code would be compiled anew for a mode."""
+        return stepping_aside(self)
+
+    def _cross_entropy(
+        self,
+        input: torch.Tensor,
+        target: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> torch.Tensor:
+        others = weight, size_average, reduce, label_smoothing or None
+        is_plain = reduction in REDUCTIONS and all(other is None for other in others)
+        way = self._way(input, target) if is_plain and self._has_rows(input, target) else None
+        if way is None:
+            return functional.cross_entropy(
+                input,
+                target,
+                weight,
+                size_average,
+                ignore_index,
+                reduce,
+                reduction,
+                label_smoothing,
+            )
+        self.runs += 1
+        given = input, target, way, self._num_rows, reduction, ignore_index
+        loss: torch.Tensor = _InChunks.apply(*given)  # type: ignore[no-untyped-call]
+        return loss
+
+    def _has_rows(self, logits: torch.Tensor, labels: torch.Tensor) -> bool:
+        """Whether these are logits and labels in rows, and more than a chunk of them."""
+        is_known = type(logits) is torch.Tensor and type(labels) is torch.Tensor
+        return (
+            is_known
+            and logits.requires_grad
+            and (logits.dim(), labels.dim()) == (2, 1)
+            and logits.is_contiguous()
+            and logits.is_floating_point()
+            and labels.dtype is torch.int64
+            and logits.device == labels.device
+            and self._num_rows < len(logits) == len(labels)
+        )
+
+    def _way(self, logits: torch.Tensor, labels: torch.Tensor) -> Way | None:
+        kind = logits.device.type
+        is_on = autocast_is_on() and torch.is_autocast_enabled(kind)
+        key = kind, logits.dtype, torch.get_autocast_dtype(kind) if is_on else None
+        if key not in self._ways:
+            self._ways[key] = way_of(logits, labels)
+        return self._ways[key]
+
+
+class _InChunks(torch.autograd.Function):
+    """Cross entropy that saves the logits, and never has the scores of all rows at once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        way: Way,
+        num_rows: int,
+        reduction: str,
+        ignored: int,
+    ) -> torch.Tensor:
+        # The score of each row's label is all that the loss reads. It stands in a class of its own
+        # that is not the one to be ignored.
+        column = int(ignored == 0)
+        picked: torch.Tensor | None = None
+        for start in range(0, len(logits), num_rows):
+            rows = slice(start, start + num_rows)
+            own = labels[rows].masked_fill(labels[rows] == ignored, 0)
+            part = way.scores(logits[rows]).gather(1, own[:, None])
+            if picked is None:
+                picked = part.new_zeros(len(logits), column + 1)
+            picked[rows, column] = part[:, 0]
+        assert picked is not None, "there is more than a chunk"
+        stand_ins = labels.masked_fill(labels != ignored, column)
+        loss, total = loss_of(picked, stand_ins, reduction, ignored)
+        ctx.save_for_backward(logits, labels, total)
+        ctx.way, ctx.num_rows, ctx.reduction, ctx.ignored = way, num_rows, reduction, ignored
+        ctx.dtype = picked.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            return _twice_differentiable(ctx, gradient), *(None,) * 5
+        logits, labels, total = ctx.saved_tensors
+        found = torch.empty_like(logits)
+        for start in range(0, len(logits), ctx.num_rows):
+            rows = slice(start, start + ctx.num_rows)
+            own = gradient[rows] if ctx.reduction == "none" else gradient
+            scores = ctx.way.scores(logits[rows])
+            rising = scores_gradient(own, scores, labels[rows], ctx.reduction, ctx.ignored, total)
+            found[rows] = ctx.way.logits_gradient(rising, scores, logits.dtype)
+            # Gone before the next chunk is made.
+            del scores, rising
+        return found, *(None,) * 5
+
+
+def _twice_differentiable(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    """The same as a whole, by torch's own ops: somebody wants the gradient of the gradient."""
+    logits, labels, _ = ctx.saved_tensors
+    with torch.autocast(logits.device.type, enabled=False):
+        scores = functional.log_softmax(logits, 1, dtype=ctx.dtype)
+        loss = functional.nll_loss(
+            scores, labels, reduction=ctx.reduction, ignore_index=ctx.ignored
+        )
+        found: torch.Tensor = torch.autograd.grad(loss, logits, gradient, create_graph=True)[0]
+    return found

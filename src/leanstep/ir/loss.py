@@ -1,0 +1,18 @@
+"""A cross entropy that is computed some rows at a time."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LossInChunks:
+    """The loss of a step, `num_rows` rows at a time, forward and backward.
+
+    `path` is the module whose forward computes it. What a chunk needs is gone before the next one,
+    so that the scores (`aten._log_softmax`) and their gradient never exist as a whole: they are
+    computed again in backward, which takes `extra_seconds`.
+    """
+
+    path: str
+    num_rows: int
+    freed_bytes: int
+    extra_seconds: float
