@@ -24,6 +24,7 @@ if _TYPE_CHECKING:
     from leanstep.api import verify as verify
     from leanstep.checkup import doctor as doctor
     from leanstep.cutter import segments as segments
+    from leanstep.engines.loss import cross_entropy as cross_entropy
     from leanstep.fitter import Fit as Fit
     from leanstep.fitter import fit as fit
     from leanstep.fitter import from_config as from_config
@@ -52,6 +53,7 @@ __all__ = [
     "Verdict",
     "__version__",
     "apply",
+    "cross_entropy",
     "doctor",
     "fit",
     "from_config",
@@ -74,6 +76,7 @@ __all__ = [
 _LAZY = {
     "Fit": "leanstep.fitter",
     "apply": "leanstep.api",
+    "cross_entropy": "leanstep.engines.loss",
     "doctor": "leanstep.checkup",
     "fit": "leanstep.fitter",
     "from_config": "leanstep.fitter",

@@ -21,6 +21,8 @@ FEWEST_CHUNKS = 8
 # another order where it is not.
 EVEN_ROWS = 16
 LABEL_BYTES = 8
+FLOAT_BYTES = 4
+_ROW_BYTES = LABEL_BYTES + 1 + 2 * FLOAT_BYTES
 
 # The CPU's work for a chunk: ops in forward and backward, in units of an op of the step.
 _CHUNK_IN_OPS = 12
@@ -36,20 +38,30 @@ _CAST = "aten._to_copy.default"
 
 @dataclass(frozen=True, slots=True)
 class _Tail:
-    """The ops of a cross entropy in a step, and the storages that they are about.
+    """The four ops of a cross entropy in a step, and the storages that they are about.
 
+    Scores and loss in forward, then the gradients of both; `casts` are those before and after.
     `logits` are what it is given and `gradient` what it gives back. `passing` are those between,
-    which no one else reads: whole in the recorded step, a chunk each in the other.
+    which no one else reads, scores and their gradient first: whole in the recorded step, a chunk
+    each in the other.
     """
 
-    ops: tuple[int, ...]
-    last: int
+    ops: tuple[int, int, int, int]
     logits: int
+    labels: int
     gradient: int
     passing: tuple[int, ...]
-    scores: int
-    labels: int
-    again: tuple[int, ...]
+    casts: tuple[int, ...] = ()
+
+    @property
+    def last(self) -> int:
+        """The op that writes the gradient."""
+        return self.casts[-1] if self.casts else self.ops[-1]
+
+    @property
+    def again(self) -> tuple[int, ...]:
+        """The ops that backward runs again."""
+        return (*self.casts[:1], self.ops[0])
 
 
 def find_loss(profile: Profile) -> LossInChunks | None:
@@ -60,7 +72,7 @@ def find_loss(profile: Profile) -> LossInChunks | None:
     graph = profile.graph
     call = graph.calls[graph.ops[tail.ops[0]].call]
     num_rows = graph.storages[tail.labels].nbytes // LABEL_BYTES
-    in_chunk = _rows_in_chunk(num_rows, graph.storages[tail.scores].nbytes)
+    in_chunk = rows_in_chunk(num_rows, graph.storages[tail.passing[0]].nbytes)
     if call.occurrence != 0 or in_chunk >= num_rows:
         return None
     num_chunks = -(-num_rows // in_chunk)
@@ -72,11 +84,6 @@ def find_loss(profile: Profile) -> LossInChunks | None:
         freed_bytes=passing - passing * in_chunk // num_rows,
         extra_seconds=seconds + num_chunks * _chunk_seconds(profile),
     )
-
-
-def is_outside(profile: Profile) -> bool:
-    """Whether a step has such a loss, but computes it outside of its model."""
-    return any(op.name == _LOSS and op.call < 0 for op in profile.graph.ops)
 
 
 def as_planned(profile: Profile, plan: Plan | None) -> Profile:
@@ -92,20 +99,30 @@ def in_chunks(profile: Profile, loss: LossInChunks) -> Profile:
     graph = profile.graph
     num_rows = max(1, graph.storages[tail.labels].nbytes // LABEL_BYTES)
     ops, storages = list(graph.ops), list(graph.storages)
-    # A chunk's gradient is made apart, and copied to its place among the others.
-    own_bytes = _part(graph.storages[tail.gradient].nbytes, loss.num_rows, num_rows)
     for number in tail.passing:
         whole = storages[number]
         chunk_bytes = _part(whole.nbytes, loss.num_rows, num_rows)
         storages[number] = replace(whole, nbytes=chunk_bytes)
         ops[whole.birth] = _lower(ops[whole.birth], whole.nbytes - chunk_bytes)
+    # All that a chunk of backward needs is there while the gradient is written, part by part; where
+    # no cast is in between, the chunk's own is made apart and copied to its place.
+    beside = [storages[number] for number in tail.passing[:2]]
+    own_bytes = sum(one.nbytes for one in beside if not one.is_live(tail.last))
+    if not tail.casts:
+        own_bytes += _part(storages[tail.gradient].nbytes, loss.num_rows, num_rows)
     last = ops[tail.last]
     ops[tail.last] = replace(last, rise_bytes=last.rise_bytes + own_bytes)
-    storages[tail.logits] = _held_until(storages[tail.logits], tail.last)
+    # Beside it forward has each row's label, whether it counts, and its score, a pair at most.
+    for index in tail.ops[:2]:
+        ops[index] = replace(ops[index], rise_bytes=ops[index].rise_bytes + _ROW_BYTES * num_rows)
+    # Saved for backward: the logits, and how many rows the loss is about.
+    for number in (tail.logits, *graph.births(tail.ops[1])):
+        storages[number] = _held_until(storages[number], tail.last)
     return replace(profile, graph=replace(graph, ops=tuple(ops), storages=tuple(storages)))
 
 
-def _rows_in_chunk(num_rows: int, scores_bytes: int) -> int:
+def rows_in_chunk(num_rows: int, scores_bytes: int) -> int:
+    """How many rows of scores there are at once."""
     num_chunks = max(FEWEST_CHUNKS, scores_bytes // CHUNK_BYTES)
     rows = -(-num_rows // num_chunks)
     return -(-rows // EVEN_ROWS) * EVEN_ROWS
@@ -139,7 +156,7 @@ def _tail(profile: Profile) -> _Tail | None:
     if tail is None or graph.ops[tail.ops[0]].call < 0:
         return None
     # Blocks have plans of their own for what they make.
-    made = (*tail.ops, graph.storages[tail.logits].birth)
+    made = (*tail.ops, *tail.casts, graph.storages[tail.logits].birth)
     inside = any(block.start <= op < block.stop for block in profile.blocks for op in made)
     return None if inside else tail
 
@@ -162,13 +179,10 @@ def _matched(graph: Graph, readers: dict[int, list[int]], loss: int) -> _Tail | 
         return None
     tail = _Tail(
         ops=(forward, loss, of_loss, of_scores),
-        last=of_scores,
         logits=graph.ops[forward].reads[0].storage,
+        labels=labels,
         gradient=made[1],
         passing=(scores, made[0]),
-        scores=scores,
-        labels=labels,
-        again=(forward,),
     )
     return _with_casts(graph, readers, tail)
 
@@ -186,12 +200,10 @@ def _with_casts(graph: Graph, readers: dict[int, list[int]], tail: _Tail) -> _Ta
         return tail
     return replace(
         tail,
-        ops=(cast, *tail.ops, after[0]),
-        last=after[0],
         logits=made.reads[0].storage,
         gradient=back[0],
         passing=(*tail.passing, tail.logits, tail.gradient),
-        again=(cast, *tail.again),
+        casts=(cast, after[0]),
     )
 
 

@@ -82,7 +82,7 @@ MAY_IMPORT = {
     "profiler": RECORDER | {"profiler"},
     "imagine": RECORDER | {"imagine"},
     "estimator": RECORDER | {"owners", "effects", "simulator", "marks", "profiler", "imagine"},
-    "engines": RECORDER | {"engines"},
+    "engines": RECORDER | {"engines", "chunks"},
     "forms": RECORDER | {"condense", "profiler", "engines", "forms", "outcome"},
     "outcome": DEVICE,
     "verifier": RECORDER | {"simulator", "engines", "outcome"},
@@ -120,7 +120,7 @@ TORCH = {
     ),
     *("eager", "owners", "generators", "torch_compiler", "forms", "outcome", "study", "checkup"),
     *("cutter", "firststep", "lazy", "sharing", "reduction", "torch_interpreter"),
-    *("torch_precision", "torch_autograd"),
+    *("torch_precision", "torch_autograd", "torch_loss"),
 }
 WITHOUT_TORCH = (
     "corrections",
@@ -131,6 +131,7 @@ WITHOUT_TORCH = (
     "recipes",
     "blockgraph",
     "effects",
+    "chunks",
     "condense",
     "reporters",
     "ir",

@@ -18,6 +18,7 @@ PUBLIC = [
     "Verdict",
     "__version__",
     "apply",
+    "cross_entropy",
     "doctor",
     "fit",
     "from_config",

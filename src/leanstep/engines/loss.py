@@ -14,10 +14,39 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from leanstep.chunks import FLOAT_BYTES, rows_in_chunk
 from leanstep.ir import LossInChunks
 from leanstep.step import autocast_is_on
 from leanstep.torch_loss import REDUCTIONS, Way, loss_of, scores_gradient, stepping_aside, way_of
 from leanstep.torch_private import is_traced
+
+# How torch does it, by device, type and autocast: seen once.
+_ways: dict[tuple[Any, ...], Way | None] = {}
+
+
+def cross_entropy(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """`torch.nn.functional.cross_entropy`, bit for bit, in a fraction of its memory.
+
+    The scores of all tokens and words never exist at once, nor does their gradient: both are made
+    some rows at a time, and the scores again in backward. For a loss that is computed outside of
+    the model; one in the model's own forward is planned by `fit` itself.
+
+    What it does not do in rows (weights of classes, smoothed labels, labels that are shares,
+    images, a few rows) is left to torch.
+    """
+    given = input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
+    num_rows = rows_in_chunk(max(1, len(input)), FLOAT_BYTES * input.numel())
+    found = None if is_traced() else _by_rows(num_rows, *given)
+    return functional.cross_entropy(*given) if found is None else found
 
 
 class Window(TorchFunctionMode):
@@ -27,7 +56,6 @@ class Window(TorchFunctionMode):
         super().__init__()
         self.runs = 0
         self._num_rows = loss.num_rows
-        self._ways: dict[tuple[Any, ...], Way | None] = {}
 
     def __call__(
         self,
@@ -47,64 +75,64 @@ class Window(TorchFunctionMode):
     ) -> Any:
         """Stand in front of every function of torch, for one of them."""
         if func is functional.cross_entropy:
-            return self._cross_entropy(*args, **(kwargs or {}))
+            found = _by_rows(self._num_rows, *args, **(kwargs or {}))
+            if found is not None:
+                self.runs += 1
+                return found
         return func(*args, **(kwargs or {}))
 
     def closed(self) -> AbstractContextManager[None]:
         """Blocks run as ever: compiled code would be compiled anew for a mode."""
         return stepping_aside(self)
 
-    def _cross_entropy(
-        self,
-        input: torch.Tensor,
-        target: torch.Tensor,
-        weight: torch.Tensor | None = None,
-        size_average: bool | None = None,
-        ignore_index: int = -100,
-        reduce: bool | None = None,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-    ) -> torch.Tensor:
-        others = weight, size_average, reduce, label_smoothing or None
-        is_plain = reduction in REDUCTIONS and all(other is None for other in others)
-        way = self._way(input, target) if is_plain and self._has_rows(input, target) else None
-        if way is None:
-            return functional.cross_entropy(
-                input,
-                target,
-                weight,
-                size_average,
-                ignore_index,
-                reduce,
-                reduction,
-                label_smoothing,
-            )
-        self.runs += 1
-        given = input, target, way, self._num_rows, reduction, ignore_index
-        loss: torch.Tensor = _InChunks.apply(*given)  # type: ignore[no-untyped-call]
-        return loss
 
-    def _has_rows(self, logits: torch.Tensor, labels: torch.Tensor) -> bool:
-        """Whether these are logits and labels in rows, and more than a chunk of them."""
-        is_known = type(logits) is torch.Tensor and type(labels) is torch.Tensor
-        return (
-            is_known
-            and logits.requires_grad
-            and (logits.dim(), labels.dim()) == (2, 1)
-            and logits.is_contiguous()
-            and logits.is_floating_point()
-            and labels.dtype is torch.int64
-            and logits.device == labels.device
-            and self._num_rows < len(logits) == len(labels)
-        )
+def _by_rows(
+    num_rows: int,
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor | None:
+    """The loss, or None where it is not one for rows."""
+    others = weight, size_average, reduce, label_smoothing or None
+    is_plain = reduction in REDUCTIONS and all(other is None for other in others)
+    if not is_plain or not _are_rows(input, target) or len(input) <= num_rows:
+        return None
+    way = _way(input, target)
+    if way is None:
+        return None
+    given = input, target, way, num_rows, reduction, ignore_index
+    loss: torch.Tensor = _InChunks.apply(*given)  # type: ignore[no-untyped-call]
+    return loss
 
-    def _way(self, logits: torch.Tensor, labels: torch.Tensor) -> Way | None:
-        kind = logits.device.type
-        is_on = autocast_is_on() and torch.is_autocast_enabled(kind)
-        key = kind, logits.dtype, torch.get_autocast_dtype(kind) if is_on else None
-        if key not in self._ways:
-            self._ways[key] = way_of(logits, labels)
-        return self._ways[key]
+
+def _are_rows(logits: torch.Tensor, labels: torch.Tensor) -> bool:
+    """Whether these are logits that want a gradient and labels, both in rows."""
+    is_known = type(logits) is torch.Tensor and type(labels) is torch.Tensor
+    return (
+        is_known
+        and torch.is_grad_enabled()
+        and logits.requires_grad
+        and (logits.dim(), labels.dim()) == (2, 1)
+        and logits.is_contiguous()
+        and logits.is_floating_point()
+        and labels.dtype is torch.int64
+        and logits.device == labels.device
+        and len(logits) == len(labels)
+    )
+
+
+def _way(logits: torch.Tensor, labels: torch.Tensor) -> Way | None:
+    kind = logits.device.type
+    is_on = autocast_is_on() and torch.is_autocast_enabled(kind)
+    key = kind, logits.dtype, torch.get_autocast_dtype(kind) if is_on else None
+    if key not in _ways:
+        _ways[key] = way_of(logits, labels)
+    return _ways[key]
 
 
 class _InChunks(torch.autograd.Function):

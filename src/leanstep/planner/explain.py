@@ -52,6 +52,11 @@ class Account:
             "unplanned_peak_freed_bytes": freed[1].total(),
         }
 
+    @property
+    def _is_outside(self) -> bool:
+        """Whether the peak is in code that runs outside of the model."""
+        return self.profile.graph.ops[self.planned.op].call < 0
+
     @cached_property
     def _rebuilt_bytes(self) -> int:
         """What the replay at the peak has rebuilt beyond what stays rebuilt after it."""
@@ -89,7 +94,7 @@ class Account:
         found = self._finder.peak(self.planned, self.effects, self.base_bytes)
         spare = self._finder.spare_bytes(self.views, self.effects, droppable, self.planned)
         return (
-            replace(found, advice=advice(found, spare)),
+            replace(found, advice=advice(found, spare, is_outside=self._is_outside)),
             self._finder_before.peak(self.unplanned, (), self.unplanned.live_bytes - freed),
         )
 
@@ -198,7 +203,7 @@ class _Finder:
         return total
 
 
-def advice(peak: Peak, spare_bytes: int) -> str:
+def advice(peak: Peak, spare_bytes: int, *, is_outside: bool = False) -> str:
     """What would lower a peak next, in a sentence."""
     rise = format_bytes(peak.peak_bytes - peak.live_bytes)
     if spare_bytes:
@@ -219,9 +224,14 @@ def advice(peak: Peak, spare_bytes: int) -> str:
             f"{peak.block}'s own {peak.phase.value} needs {format_bytes(own)} at once and no other "
             "block keeps anything that could go; smaller blocks or a smaller batch would help"
         )
+    if is_outside and ("log_softmax" in peak.op or "nll_loss" in peak.op):
+        return (
+            f"the loss needs {rise} here: leanstep.cross_entropy, called in the place of torch's, "
+            "takes a fraction of it and has the same bits"
+        )
     return (
-        f"{peak.op} is in no block, so no plan changes the {rise} it needs; a loss computed in "
-        "chunks or a smaller batch would help"
+        f"{peak.op} is in no block, so no plan changes the {rise} it needs; a smaller batch would "
+        "help"
     )
 
 

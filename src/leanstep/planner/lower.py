@@ -51,12 +51,8 @@ def lower(
     account = Account(profile, views, found, line, dropped, untouched or profile)
     planned, unplanned = account.peaks(droppable)
     takes = [False, *(option.drops_border for _, option in picked)][: len(picked)]
-    num_copies = sum(effect.num_copies for effect in found)
-    extra_seconds = sum(option.extra_seconds for _, option in picked)
-    extra_seconds += num_copies * profile.copy_seconds
-    if loss is not None:
-        extra_seconds += loss.extra_seconds
-        bound_seconds += loss.extra_seconds
+    loss_seconds = 0.0 if loss is None else loss.extra_seconds
+    extra_seconds = _extra_seconds(profile, picked, found) + loss_seconds
     unplanned_seconds = sum(option.unplanned_seconds for _, option in picked)
     return Plan(
         solver=solver,
@@ -66,7 +62,7 @@ def lower(
         movable_bytes=max(0, line.peak_bytes - static_bytes(profile)),
         step_seconds=profile.step_seconds,
         extra_seconds=extra_seconds,
-        bound_seconds=min(bound_seconds - unplanned_seconds, extra_seconds),
+        bound_seconds=min(bound_seconds + loss_seconds - unplanned_seconds, extra_seconds),
         decisions=tuple(
             replace(
                 _decision(profile, part, option, moved[place]),
@@ -79,10 +75,9 @@ def lower(
         torch_version=profile.torch_version,
         notes=(
             _peak_note(profile, line),
-            *_loss_notes(loss),
+            *_loss_notes(profile, loss),
             *_host_notes(moved),
-            *_notes("nothing can be dropped in", _stuck(profile, picked)),
-            *_notes("run again as a whole:", [p.view for p, o in picked if _is_second_best(p, o)]),
+            *_block_notes(profile, picked),
             *notes,
             *_inexact_notes(profile, found),
             *profile.company,
@@ -94,6 +89,14 @@ def lower(
         kinds=tuple(_used_kinds(profile, [option for _, option in picked])),
         loss=loss,
     )
+
+
+def _extra_seconds(
+    profile: Profile, picked: Sequence[tuple[Part, Option]], found: Sequence[Effect]
+) -> float:
+    """What the calls take longer, and the copies to the host."""
+    num_copies = sum(effect.num_copies for effect in found)
+    return sum(option.extra_seconds for _, option in picked) + num_copies * profile.copy_seconds
 
 
 def effects(picked: Sequence[tuple[Part, Option]]) -> list[Effect]:
@@ -110,7 +113,15 @@ def _with_offload(
     ]
 
 
-def _loss_notes(loss: LossInChunks | None) -> Iterator[str]:
+def _block_notes(profile: Profile, picked: Sequence[tuple[Part, Option]]) -> Iterator[str]:
+    yield from _notes("nothing can be dropped in", _stuck(profile, picked))
+    whole = [part.view for part, option in picked if _is_second_best(part, option)]
+    yield from _notes("run again as a whole:", whole)
+
+
+def _loss_notes(profile: Profile, loss: LossInChunks | None) -> Iterator[str]:
+    if profile.whole_loss:
+        yield f"the loss is not computed in chunks: {profile.whole_loss}"
     if loss is not None:
         freed, paid = format_bytes(loss.freed_bytes), format_seconds(loss.extra_seconds)
         yield (

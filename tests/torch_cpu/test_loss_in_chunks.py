@@ -1,0 +1,390 @@
+"""A cross entropy some rows at a time has the bits of the whole, in a fraction of its memory."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+import leanstep
+from leanstep.engines import loss as engine
+from leanstep.engines.attach import is_attached
+from leanstep.errors import BudgetError
+from leanstep.truth import peak_rise_bytes
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+
+ROWS, WORDS = 300, 97
+
+
+def logits_and_labels(dtype=torch.float32, ignored=-100, words=WORDS):
+    torch.manual_seed(3)
+    logits = (torch.randn(ROWS, words) * 4).to(dtype).requires_grad_()
+    labels = torch.randint(words, (ROWS,))
+    labels[::7] = ignored
+    return logits, labels
+
+
+def answers(function, logits, labels, **choices):
+    loss = function(logits, labels, **choices)
+    weights = torch.linspace(0.5, 1.5, loss.numel()).reshape(loss.shape).to(loss)
+    (gradient,) = torch.autograd.grad(loss, logits, weights)
+    return loss.detach(), gradient
+
+
+def assert_same_bits(logits, labels, **choices):
+    expected = answers(functional.cross_entropy, logits, labels, **choices)
+    found = answers(leanstep.cross_entropy, logits, labels, **choices)
+    for own, other in zip(found, expected, strict=True):
+        assert own.dtype is other.dtype and torch.equal(own, other)
+
+
+def runs_in_rows(function, *args, **kwargs) -> bool:
+    loss = function(*args, **kwargs)
+    return type(loss.grad_fn).__name__ == "_InChunksBackward"
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("ignored", [-100, 0, 5])
+def test_loss_and_gradient_have_the_bits_of_the_whole(dtype, reduction, ignored):
+    logits, labels = logits_and_labels(dtype, ignored)
+
+    assert runs_in_rows(leanstep.cross_entropy, logits, labels, reduction=reduction)
+    assert_same_bits(logits, labels, reduction=reduction, ignore_index=ignored)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("words", [2, 64, 1001, 5003])
+def test_so_they_have_under_autocast(dtype, words):
+    logits, labels = logits_and_labels(dtype, words=words)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same_bits(logits, labels)
+
+
+def test_backward_may_run_outside_of_autocast():
+    logits, labels = logits_and_labels(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        whole = functional.cross_entropy(logits, labels)
+        chunked = leanstep.cross_entropy(logits, labels)
+
+    assert torch.equal(*(torch.autograd.grad(loss, logits)[0] for loss in (whole, chunked)))
+
+
+def test_no_label_at_all_is_no_number_either_way():
+    logits, labels = logits_and_labels()
+
+    loss = leanstep.cross_entropy(logits, labels.fill_(-100))
+
+    assert loss.isnan()
+
+
+@pytest.mark.parametrize(
+    "choices", [{"weight": torch.rand(WORDS)}, {"label_smoothing": 0.1}, {"reduce": False}]
+)
+@pytest.mark.filterwarnings("ignore:size_average and reduce")
+def test_what_is_not_for_rows_is_torchs(choices):
+    logits, labels = logits_and_labels()
+
+    assert not runs_in_rows(leanstep.cross_entropy, logits, labels, **choices)
+    assert_same_bits(logits, labels, **choices)
+
+
+def test_so_are_images_shares_and_a_few_rows():
+    image = torch.randn(4, 5, 6, 6, requires_grad=True)
+    shares = torch.softmax(torch.randn(ROWS, WORDS), 1)
+    logits, labels = logits_and_labels()
+
+    assert_same_bits(image, torch.randint(5, (4, 6, 6)))
+    assert_same_bits(logits, shares)
+    few = logits.detach()[:10].requires_grad_()
+    assert not runs_in_rows(leanstep.cross_entropy, few, labels[:10])
+    with torch.no_grad():
+        assert leanstep.cross_entropy(logits, labels).grad_fn is None
+
+
+def test_the_gradient_has_a_gradient():
+    logits, labels = logits_and_labels(torch.float64)
+
+    def twice(function):
+        (once,) = torch.autograd.grad(function(logits, labels), logits, create_graph=True)
+        return torch.autograd.grad(once.square().sum(), logits)[0]
+
+    assert torch.allclose(twice(leanstep.cross_entropy), twice(functional.cross_entropy))
+
+
+def test_backward_may_run_twice():
+    logits, labels = logits_and_labels()
+    loss = leanstep.cross_entropy(logits, labels)
+
+    first = torch.autograd.grad(loss, logits, retain_graph=True)[0]
+
+    assert torch.equal(first, torch.autograd.grad(loss, logits)[0])
+
+
+class Reader(nn.Module):
+    """Words in, loss out; the loss in one of the ways that people write it."""
+
+    def __init__(self, way="plain", words=4096, width=32):
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 64), nn.GELU(), nn.Linear(64, width)) for _ in range(3)
+        )
+        self.head = nn.Linear(width, words)
+        self.criterion = nn.CrossEntropyLoss()
+        self.way, self.modes = way, []
+
+    def forward(self, tokens, labels):
+        hidden = self.words(tokens)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        logits = self.head(hidden).flatten(0, 1)
+        labels = labels.flatten()
+        match self.way:
+            case "plain":
+                return functional.cross_entropy(logits, labels)
+            case "module":
+                return self.criterion(logits, labels)
+            case "cast":
+                logits = logits.float()
+                return functional.cross_entropy(logits, labels)
+            case "in two":
+                return functional.nll_loss(functional.log_softmax(logits, 1), labels)
+
+
+def reading(way="plain"):
+    torch.manual_seed(5)
+    model = Reader(way)
+    tokens = torch.randint(4096, (8, 64))
+    return model, {"tokens": tokens, "labels": tokens.roll(1, 1)}
+
+
+class Encoder(nn.Module):
+    """Blocks that can be planned, and a loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(1024, 32)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in range(3)
+        )
+        self.head = nn.Linear(32, 1024)
+
+    def forward(self, tokens, labels):
+        hidden = self.words(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+def encoding():
+    torch.manual_seed(7)
+    model = Encoder()
+    tokens = torch.randint(1024, (8, 64))
+    return model, {"tokens": tokens, "labels": tokens.roll(1, 1)}
+
+
+@pytest.mark.parametrize("way", ["plain", "module", "cast"])
+@pytest.mark.parametrize("is_autocast", [False, True])
+def test_a_fit_computes_the_loss_in_chunks(way, is_autocast):
+    model, batch = reading(way)
+
+    def loss(model, batch):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+            return model(**batch)
+
+    fitted = leanstep.fit(model, batch, loss, budget="80%")
+
+    assert fitted.plan.loss is not None and fitted.plan.loss.path == (
+        "criterion" if way == "module" else ""
+    )
+    verdict = fitted.verdict
+    assert verdict.within_budget and not verdict.different
+    assert verdict.measured_peak_bytes <= verdict.predicted_peak_bytes
+    assert verdict.predicted_peak_bytes < 1.01 * verdict.measured_peak_bytes
+    assert "rows at a time" in str(fitted)
+    fitted.remove()
+    assert not any(is_attached(module) for module in model.modules())
+
+
+def test_without_it_the_same_budget_is_refused():
+    model, batch = reading()
+
+    with pytest.raises(BudgetError):
+        leanstep.fit(model, batch, budget="80%", chunks=False)
+
+
+def test_a_loss_that_nobody_can_answer_stays_whole_and_is_named():
+    model, batch = reading("in two")
+
+    with pytest.raises(BudgetError):
+        leanstep.fit(model, batch, budget="80%")
+    fitted = leanstep.fit(model, batch, budget="98%")
+
+    assert fitted.plan.loss is None and not fitted.verdict.different
+
+
+def test_other_bits_than_the_wholes_are_not_taken(monkeypatch):
+    model, batch = reading()
+    compute = engine._InChunks.backward
+
+    def otherwise(ctx, gradient):
+        found, *rest = compute(ctx, gradient)
+        return found * 1.001, *rest
+
+    monkeypatch.setattr(engine._InChunks, "backward", staticmethod(otherwise))
+
+    with pytest.raises(BudgetError):
+        # With the loss as a whole there is nothing else to win.
+        leanstep.fit(model, batch, budget="80%")
+    assert not any(is_attached(module) for module in model.modules())
+
+
+def test_without_gradients_nothing_stands_in_the_way():
+    model, batch = reading()
+    fitted = leanstep.fit(model, batch, budget="80%")
+    window = fitted.applied.rounds.window
+    before = window.runs
+
+    with torch.no_grad():
+        model(**batch)
+
+    assert window.runs == before
+
+
+def test_blocks_run_without_the_window():
+    model, batch = encoding()
+    fitted = leanstep.fit(model, batch, budget="50%")
+    assert fitted.plan.loss is not None and fitted.plan.changed
+    seen = {}
+
+    def look(name):
+        def hook(*_):
+            modes = torch.overrides._get_current_function_mode_stack()
+            seen[name] = any(isinstance(mode, engine.Window) for mode in modes)
+
+        return hook
+
+    model.layers[0].linear1.register_forward_pre_hook(look("inside"))
+    model.head.register_forward_pre_hook(look("outside"))
+    model(**batch).backward()
+
+    assert seen == {"inside": False, "outside": True}
+
+
+def test_a_mode_of_the_users_stays_where_it_is():
+    model, batch = reading()
+    leanstep.fit(model, batch, budget="80%")
+    seen = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    plain = model(**batch)
+    with Watch():
+        watched = model(**batch)
+
+    assert torch.equal(plain, watched) and functional.linear in seen
+
+
+def test_three_steps_of_training_have_the_bits_of_the_untouched_model():
+    results = []
+    for is_fitted in (False, True):
+        model, batch = encoding()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        if is_fitted:
+            plan = leanstep.fit(model, batch, optimizer=optimizer, budget="50%").plan
+            assert plan.loss is not None and plan.changed
+        torch.manual_seed(8)
+        losses = []
+        for _ in range(3):
+            losses.append(model(**batch))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([*losses, *model.parameters()])
+
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_the_floor_can_be_asked_for():
+    model, batch = reading()
+    profile = leanstep.profile(model, batch)
+    with pytest.raises(BudgetError) as refused:
+        leanstep.plan(profile, "10%")
+
+    plan = leanstep.plan(profile, refused.value.floor_bytes)
+
+    assert plan.loss is not None and plan.peak_bytes == refused.value.floor_bytes
+    assert leanstep.simulate(profile, plan).peak_bytes == plan.peak_bytes
+
+
+def test_a_plan_with_it_is_saved_loaded_and_applied(tmp_path):
+    model, batch = reading()
+    plan = leanstep.plan(leanstep.profile(model, batch), "80%")
+    plan.save(tmp_path / "plan.json")
+
+    applied = leanstep.apply(model, leanstep.Plan.load(tmp_path / "plan.json"), batch=batch)
+    model(**batch).backward()
+
+    assert applied.rounds.window.runs == 1
+
+
+def test_a_loss_outside_of_the_model_gets_a_word_of_advice():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4096))
+    batch, labels = torch.randn(512, 16), torch.randint(4096, (512,))
+
+    def whole(model, batch):
+        return functional.cross_entropy(model(batch), labels)
+
+    def in_rows(model, batch):
+        return leanstep.cross_entropy(model(batch), labels)
+
+    before = leanstep.profile(model, batch, whole)
+    plan = leanstep.plan(before, "100%")
+    assert plan.loss is None and "leanstep.cross_entropy" in str(plan.explain())
+    assert leanstep.profile(model, batch, in_rows).peak_bytes < 0.85 * before.peak_bytes
+
+
+@pytest.mark.usefixtures("without_compiler")
+def test_compiled_blocks_get_it_too(monkeypatch):
+    monkeypatch.setattr("leanstep.forms.compiled.MOST_FORMS", 2)
+    model, batch = encoding()
+
+    fitted = leanstep.fit(model, batch, engine="inductor", budget="70%")
+
+    assert fitted.plan.loss is not None and fitted.plan.changed
+    assert fitted.verdict.within_budget and not fitted.verdict.different
+
+
+def test_a_profile_can_say_that_it_must_not_be():
+    model, batch = reading()
+    profile = replace(leanstep.profile(model, batch), whole_loss="it was tried")
+
+    plan = leanstep.plan(profile, "100%")
+
+    assert plan.loss is None
+    assert "the loss is not computed in chunks: it was tried" in plan.notes
+    with pytest.raises(BudgetError):
+        leanstep.plan(profile, "80%")
+
+
+def test_the_peak_is_that_of_a_chunk():
+    logits, labels = logits_and_labels(words=20_000)
+
+    def peak(function):
+        def run():
+            torch.autograd.grad(function(logits, labels), logits)
+
+        return peak_rise_bytes(run, torch.device("cpu"))
+
+    whole, chunked = peak(functional.cross_entropy), peak(leanstep.cross_entropy)
+
+    assert whole > 2.9 * logits.nbytes and chunked < 1.6 * logits.nbytes
