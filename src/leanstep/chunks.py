@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from leanstep.errors import PlanError
 from leanstep.ir import Graph, LossInChunks, Op, Phase, Plan, Profile, Storage
+from leanstep.ir.loss import LOSS_OP
 
 # What a chunk of scores takes: enough for a GPU to be busy, little beside the whole.
 CHUNK_BYTES = 128 * 2**20
@@ -30,38 +31,25 @@ _CHUNK_IN_OPS = 12
 _CHUNK_SECONDS = 60e-6
 
 _SCORES = "aten._log_softmax.default"
-_LOSS = "aten.nll_loss_forward.default"
 _LOSS_BACKWARD = "aten.nll_loss_backward.default"
 _SCORES_BACKWARD = "aten._log_softmax_backward_data.default"
-_CAST = "aten._to_copy.default"
 
 
 @dataclass(frozen=True, slots=True)
 class _Tail:
     """The four ops of a cross entropy in a step, and the storages that they are about.
 
-    Scores and loss in forward, then the gradients of both; `casts` are those before and after.
-    `logits` are what it is given and `gradient` what it gives back. `passing` are those between,
-    which no one else reads, scores and their gradient first: whole in the recorded step, a chunk
-    each in the other.
+    Scores and loss in forward, then the gradients of both. `logits` are what it is given (where
+    these were cast before, what was made of them: who has cast them is not known) and `gradient`
+    what it gives back. `passing` are the scores and their gradient, which no one else reads: whole
+    in the recorded step, a chunk each in the other.
     """
 
     ops: tuple[int, int, int, int]
     logits: int
     labels: int
     gradient: int
-    passing: tuple[int, ...]
-    casts: tuple[int, ...] = ()
-
-    @property
-    def last(self) -> int:
-        """The op that writes the gradient."""
-        return self.casts[-1] if self.casts else self.ops[-1]
-
-    @property
-    def again(self) -> tuple[int, ...]:
-        """The ops that backward runs again."""
-        return (*self.casts[:1], self.ops[0])
+    passing: tuple[int, int]
 
 
 def find_loss(profile: Profile) -> LossInChunks | None:
@@ -71,12 +59,12 @@ def find_loss(profile: Profile) -> LossInChunks | None:
         return None
     graph = profile.graph
     call = graph.calls[graph.ops[tail.ops[0]].call]
-    num_rows = graph.storages[tail.labels].nbytes // LABEL_BYTES
+    num_rows = graph.loss_rows
     in_chunk = rows_in_chunk(num_rows, graph.storages[tail.passing[0]].nbytes)
     if call.occurrence != 0 or in_chunk >= num_rows:
         return None
     num_chunks = -(-num_rows // in_chunk)
-    seconds = sum(profile.seconds(op) for op in tail.again)
+    seconds = profile.seconds(tail.ops[0])
     passing = sum(graph.storages[number].nbytes for number in tail.passing)
     return LossInChunks(
         path=call.path,
@@ -97,27 +85,22 @@ def in_chunks(profile: Profile, loss: LossInChunks) -> Profile:
     if tail is None:
         raise PlanError("the plan computes the loss in chunks, and this step has no such loss")
     graph = profile.graph
-    num_rows = max(1, graph.storages[tail.labels].nbytes // LABEL_BYTES)
+    num_rows, last = graph.loss_rows, tail.ops[-1]
     ops, storages = list(graph.ops), list(graph.storages)
     for number in tail.passing:
         whole = storages[number]
         chunk_bytes = _part(whole.nbytes, loss.num_rows, num_rows)
         storages[number] = replace(whole, nbytes=chunk_bytes)
         ops[whole.birth] = _lower(ops[whole.birth], whole.nbytes - chunk_bytes)
-    # All that a chunk of backward needs is there while the gradient is written, part by part; where
-    # no cast is in between, the chunk's own is made apart and copied to its place.
-    beside = [storages[number] for number in tail.passing[:2]]
-    own_bytes = sum(one.nbytes for one in beside if not one.is_live(tail.last))
-    if not tail.casts:
-        own_bytes += _part(storages[tail.gradient].nbytes, loss.num_rows, num_rows)
-    last = ops[tail.last]
-    ops[tail.last] = replace(last, rise_bytes=last.rise_bytes + own_bytes)
+    # A chunk's gradient is made apart, and copied to its place among the others.
+    own_bytes = _part(storages[tail.gradient].nbytes, loss.num_rows, num_rows)
+    ops[last] = replace(ops[last], rise_bytes=ops[last].rise_bytes + own_bytes)
     # Beside it forward has each row's label, whether it counts, and its score, a pair at most.
     for index in tail.ops[:2]:
         ops[index] = replace(ops[index], rise_bytes=ops[index].rise_bytes + _ROW_BYTES * num_rows)
-    # Saved for backward: the logits, and how many rows the loss is about.
-    for number in (tail.logits, *graph.births(tail.ops[1])):
-        storages[number] = _held_until(storages[number], tail.last)
+    # Saved for backward: logits, labels, and how many rows the loss is about.
+    for number in (tail.logits, tail.labels, *graph.births(tail.ops[1])):
+        storages[number] = _held_until(storages[number], last)
     return replace(profile, graph=replace(graph, ops=tuple(ops), storages=tuple(storages)))
 
 
@@ -148,15 +131,15 @@ def _held_until(storage: Storage, position: int) -> Storage:
 def _tail(profile: Profile) -> _Tail | None:
     """The one cross entropy of a step that is computed in a module, outside of every block."""
     graph = profile.graph
-    losses = [index for index, op in enumerate(graph.ops) if op.name == _LOSS]
-    if len(losses) != 1:
+    losses = [index for index, op in enumerate(graph.ops) if op.name == LOSS_OP]
+    if len(losses) != 1 or not graph.loss_rows:
         return None
     readers = _readers(graph)
     tail = _matched(graph, readers, losses[0])
     if tail is None or graph.ops[tail.ops[0]].call < 0:
         return None
     # Blocks have plans of their own for what they make.
-    made = (*tail.ops, *tail.casts, graph.storages[tail.logits].birth)
+    made = (*tail.ops, graph.storages[tail.logits].birth)
     inside = any(block.start <= op < block.stop for block in profile.blocks for op in made)
     return None if inside else tail
 
@@ -177,34 +160,12 @@ def _matched(graph: Graph, readers: dict[int, list[int]], loss: int) -> _Tail | 
     made = [*graph.births(of_loss), *graph.births(of_scores)]
     if len(made) != 2 or readers.get(made[0]) != [of_scores]:
         return None
-    tail = _Tail(
-        ops=(forward, loss, of_loss, of_scores),
-        logits=graph.ops[forward].reads[0].storage,
-        labels=labels,
-        gradient=made[1],
-        passing=(scores, made[0]),
-    )
-    return _with_casts(graph, readers, tail)
-
-
-def _with_casts(graph: Graph, readers: dict[int, list[int]], tail: _Tail) -> _Tail:
-    """The same from the logits of 16 bits on, where autocast has cast them to float32."""
-    cast, after = graph.storages[tail.logits].birth, readers.get(tail.gradient, [])
-    forward = tail.ops[0]
-    if cast < 0 or readers.get(tail.logits) != [forward] or len(after) != 1:
-        return tail
-    made, back = graph.ops[cast], graph.births(after[0])
-    is_cast = made.name == _CAST and graph.ops[after[0]].name == _CAST and len(back) == 1
-    # The user's own cast is an argument of the loss, and stands on another line.
-    if not is_cast or made.source != graph.ops[forward].source or made.call < 0:
-        return tail
-    return replace(
-        tail,
-        logits=made.reads[0].storage,
-        gradient=back[0],
-        passing=(*tail.passing, tail.logits, tail.gradient),
-        casts=(cast, after[0]),
-    )
+    logits = graph.ops[forward].reads[0].storage
+    after = graph.ops[forward + 1 : of_scores]
+    if any(value.storage == logits for op in after for value in op.writes):
+        # They are not what they were when backward comes.
+        return None
+    return _Tail((forward, loss, of_loss, of_scores), logits, labels, made[1], (scores, made[0]))
 
 
 def _readers(graph: Graph) -> dict[int, list[int]]:

@@ -152,6 +152,7 @@ class _Condenser:
             unpacks=unpacks,
             calls=tuple(self._calls()),
             is_on_host=self.profile.graph.is_on_host,
+            loss_rows=self.profile.graph.loss_rows,
         )
 
     def costs(self) -> Iterable[Cost]:

@@ -46,6 +46,7 @@ class Config:
     verify: bool = True
     exact: bool = True
     offload: bool = True
+    chunks: bool = True
     gradients_kept: bool = False
     takeover: bool = False
     manual_gradient_reduction: bool = False

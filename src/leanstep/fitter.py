@@ -194,6 +194,7 @@ def from_config(
         gradients_kept=config.gradients_kept,
         exact=config.exact,
         offload=config.offload and config.splits is None,
+        chunks=config.chunks and config.splits is None,
         takeover=config.takeover,
     )
     if config.manual_gradient_reduction and num_ranks() > 1:

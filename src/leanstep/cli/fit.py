@@ -10,6 +10,7 @@ from leanstep.cli.options import (
     Autocast,
     Batch,
     Budget,
+    Chunks,
     Device,
     Engine,
     Exact,
@@ -26,8 +27,12 @@ from leanstep.cli.options import (
 from leanstep.cli.output import Output, progress, say_written
 from leanstep.cli.source import Source
 
+Takeover = Annotated[
+    bool, typer.Option("--takeover", help="Switch off checkpointing that the model already has.")
+]
+
 # What a file of settings says, so that the command line must not.
-_SAID_BY_FILE = ("budget", "solver", "engine", "offload", "exact", "takeover")
+_SAID_BY_FILE = ("budget", "solver", "engine", "offload", "chunks", "exact", "takeover")
 
 _REPORT_ENDINGS = (".html", ".png", ".svg", ".json")
 
@@ -45,11 +50,9 @@ def fit(
     solver: Solver = "auto",
     engine: Engine = "auto",
     offload: Offload = True,
+    chunks: Chunks = True,
     exact: Exact = True,
-    takeover: Annotated[
-        bool,
-        typer.Option("--takeover", help="Switch off checkpointing that the model already has."),
-    ] = False,
+    takeover: Takeover = False,
     config: Annotated[
         Path | None,
         typer.Option(help="Settings from a file: leanstep.yaml, pyproject.toml or VISSL's."),
@@ -86,6 +89,7 @@ def fit(
                 solver=solver,
                 engine=engine,
                 offload=offload,
+                chunks=chunks,
                 exact=exact,
                 takeover=takeover,
             )

@@ -49,6 +49,7 @@ StudyBudget = Annotated[
 Solver = Annotated[str, typer.Option(help="auto, or a name of docs/solvers.md such as mu_two.")]
 Engine = Annotated[str, typer.Option(help="auto, replay, module or inductor.")]
 Offload = Annotated[bool, typer.Option(help="May activations wait in host memory?")]
+Chunks = Annotated[bool, typer.Option(help="May the loss be computed some rows at a time?")]
 Exact = Annotated[
     bool,
     typer.Option(

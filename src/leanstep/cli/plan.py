@@ -5,6 +5,7 @@ from leanstep.cli.options import (
     Autocast,
     Batch,
     Budget,
+    Chunks,
     Device,
     Engine,
     Exact,
@@ -36,6 +37,7 @@ def plan(
     solver: Solver = "auto",
     engine: Engine = "auto",
     offload: Offload = True,
+    chunks: Chunks = True,
     exact: Exact = True,
     as_json: Json = False,
     output: OutputPath = None,
@@ -50,6 +52,12 @@ def plan(
     known = source.profile(engine, exact=exact)
     with progress("planning"):
         found = leanstep.plan(
-            known, budget, solver=solver, engine=engine, offload=offload, exact=exact
+            known,
+            budget,
+            solver=solver,
+            engine=engine,
+            offload=offload,
+            chunks=chunks,
+            exact=exact,
         )
     out.deliver(found)

@@ -41,11 +41,13 @@ def cross_entropy(
     the model; one in the model's own forward is planned by `fit` itself.
 
     What it does not do in rows (weights of classes, smoothed labels, labels that are shares,
-    images, a few rows) is left to torch.
+    images, a few rows) is left to torch. It saves the logits, where torch saves the scores: logits
+    that are changed in place afterwards make backward raise (through `.data` nobody sees it).
     """
     given = input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
-    num_rows = rows_in_chunk(max(1, len(input)), FLOAT_BYTES * input.numel())
-    found = None if is_traced() else _by_rows(num_rows, *given)
+    if is_traced() or input.dim() != 2:
+        return functional.cross_entropy(*given)
+    found = _by_rows(rows_in_chunk(max(1, len(input)), FLOAT_BYTES * input.numel()), *given)
     return functional.cross_entropy(*given) if found is None else found
 
 
@@ -100,13 +102,20 @@ def _by_rows(
     """The loss, or None where it is not one for rows."""
     others = weight, size_average, reduce, label_smoothing or None
     is_plain = reduction in REDUCTIONS and all(other is None for other in others)
+    is_plain = is_plain and isinstance(ignore_index, int)
     if not is_plain or not _are_rows(input, target) or len(input) <= num_rows:
         return None
     way = _way(input, target)
     if way is None:
         return None
     given = input, target, way, num_rows, reduction, ignore_index
-    loss: torch.Tensor = _InChunks.apply(*given)  # type: ignore[no-untyped-call]
+    try:
+        loss: torch.Tensor = _InChunks.apply(*given)  # type: ignore[no-untyped-call]
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        # A label that is no class, say: torch has its own words for it.
+        return None
     return loss
 
 

@@ -175,7 +175,8 @@ class Graph:
     """Every op of the step, every storage it touched, everything autograd saved.
 
     `is_on_host`: the step runs on the CPU, so what an engine keeps there, such as the states of
-    random generators, takes memory of the same kind.
+    random generators, takes memory of the same kind. `loss_rows` are the rows of its cross entropy,
+    0 where it has none.
     """
 
     ops: tuple[Op, ...]
@@ -184,6 +185,7 @@ class Graph:
     unpacks: tuple[Unpack, ...]
     calls: tuple[ModuleCall, ...]
     is_on_host: bool = True
+    loss_rows: int = 0
 
     def path(self, op: Op) -> str:
         """The module path an op ran in, empty outside every module."""

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+# The op that has the rows of scores, and a label for each.
+LOSS_OP = "aten.nll_loss_forward.default"
+
 
 @dataclass(frozen=True, slots=True)
 class LossInChunks:

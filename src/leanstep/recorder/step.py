@@ -19,6 +19,7 @@ import torch
 from leanstep import torch_private
 from leanstep.eager import uncompiled
 from leanstep.ir import Category, Fact, Graph, ModuleCall, Op, Phase, Save, Storage, Unpack, Value
+from leanstep.ir.loss import LOSS_OP
 from leanstep.recorder.accumulation import InPlace
 from leanstep.recorder.attic import Attic
 from leanstep.recorder.company import Company
@@ -79,6 +80,7 @@ class StepRecording(torch_private.TorchDispatchMode):
         self.natural_deaths: dict[int, int] = {}
         self.categories: dict[int, Category] = {}
         self.in_optimizer = False
+        self.loss_rows = 0
         self._internal = False
         self._holds: dict[int, int] = {}
         self._addresses: dict[int, int] = {}
@@ -151,6 +153,8 @@ class StepRecording(torch_private.TorchDispatchMode):
         if Fact.RANDOM in facts and self._draws_on_host(out):
             reads, writes = self._with_generator(reads, writes)
             self._note_draw()
+        if info.name == LOSS_OP:
+            self.loss_rows = len(args[0])
         call, source = self._origin()
         self._in_place.wrote(writes)
         self.ops.append(
@@ -391,7 +395,8 @@ class StepRecording(torch_private.TorchDispatchMode):
         saved = {save.value.storage for save in saves}
         storages = tuple(self._storage(number, saved) for number in range(len(self.nbytes)))
         events = tuple(self.unpacks), tuple(self.calls)
-        return Graph(ops, storages, saves, *events, is_on_host=self.meter.is_on_host)
+        on_host, rows = self.meter.is_on_host, self.loss_rows
+        return Graph(ops, storages, saves, *events, is_on_host=on_host, loss_rows=rows)
 
     def _storage(self, number: int, saved: set[int]) -> Storage:
         end = len(self.ops)
