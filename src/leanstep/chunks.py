@@ -2,7 +2,8 @@
 
 Language models have their peak there: a score in float32 for every token and word, the gradient of
 each, and both at once. Row by row they need each other for nothing, so a chunk of rows has the bits
-of the whole. The logits stay until backward, where each chunk's scores are computed again.
+of the whole. The logits stay until backward, where each chunk's scores are computed again. Their
+gradient then takes their place, if nobody else holds them.
 
 This is about the recorded step alone: it says what it would need in chunks. `engines/loss.py` is
 what computes it so.
@@ -21,9 +22,14 @@ FEWEST_CHUNKS = 8
 # A row of a chunk begins at an address that is as even as that of the whole's row: kernels sum in
 # another order where it is not.
 EVEN_ROWS = 16
+# A GPU's kernel has a block of threads for each row. Of these an H200 runs 264 at once, by its data
+# sheet, and a few more than that would take twice as long.
+FEWEST_ROWS = 1024
 LABEL_BYTES = 8
 FLOAT_BYTES = 4
-_ROW_BYTES = LABEL_BYTES + 1 + 2 * FLOAT_BYTES
+# Beside its chunk a row has its label twice, whether it counts, and a score and its gradient (or
+# one of a class that is none, where the first class is ignored), doubles at most.
+_ROW_BYTES = 2 * (LABEL_BYTES + 1) + 3 * 8
 
 # The CPU's work for a chunk: ops in forward and backward, in units of an op of the step.
 _CHUNK_IN_OPS = 12
@@ -50,6 +56,7 @@ class _Tail:
     labels: int
     gradient: int
     passing: tuple[int, int]
+    is_in_place: bool
 
 
 def find_loss(profile: Profile) -> LossInChunks | None:
@@ -64,13 +71,13 @@ def find_loss(profile: Profile) -> LossInChunks | None:
     if call.occurrence != 0 or in_chunk >= num_rows:
         return None
     num_chunks = -(-num_rows // in_chunk)
-    seconds = profile.seconds(tail.ops[0])
     passing = sum(graph.storages[number].nbytes for number in tail.passing)
+    spared = graph.storages[tail.gradient].nbytes if tail.is_in_place else 0
     return LossInChunks(
         path=call.path,
         num_rows=in_chunk,
-        freed_bytes=passing - passing * in_chunk // num_rows,
-        extra_seconds=seconds + num_chunks * _chunk_seconds(profile),
+        freed_bytes=passing - passing * in_chunk // num_rows + spared,
+        extra_seconds=_scores_seconds(profile, tail) + num_chunks * _chunk_seconds(profile),
     )
 
 
@@ -87,28 +94,37 @@ def in_chunks(profile: Profile, loss: LossInChunks) -> Profile:
     graph = profile.graph
     num_rows, last = graph.loss_rows, tail.ops[-1]
     ops, storages = list(graph.ops), list(graph.storages)
-    for number in tail.passing:
+    sizes = {n: _part(storages[n].nbytes, loss.num_rows, num_rows) for n in tail.passing}
+    if tail.is_in_place:
+        sizes[tail.gradient] = 0
+    for number, nbytes in sizes.items():
         whole = storages[number]
-        chunk_bytes = _part(whole.nbytes, loss.num_rows, num_rows)
-        storages[number] = replace(whole, nbytes=chunk_bytes)
-        ops[whole.birth] = _lower(ops[whole.birth], whole.nbytes - chunk_bytes)
-    # A chunk's gradient is made apart, and copied to its place among the others.
-    own_bytes = _part(storages[tail.gradient].nbytes, loss.num_rows, num_rows)
-    ops[last] = replace(ops[last], rise_bytes=ops[last].rise_bytes + own_bytes)
-    # Beside it forward has each row's label, whether it counts, and its score, a pair at most.
-    for index in tail.ops[:2]:
+        storages[number] = replace(whole, nbytes=nbytes)
+        ops[whole.birth] = _lower(ops[whole.birth], whole.nbytes - nbytes)
+    for index in tail.ops:
         ops[index] = replace(ops[index], rise_bytes=ops[index].rise_bytes + _ROW_BYTES * num_rows)
     # Saved for backward: logits, labels, and how many rows the loss is about.
     for number in (tail.logits, tail.labels, *graph.births(tail.ops[1])):
         storages[number] = _held_until(storages[number], last)
+    if tail.is_in_place:
+        death = storages[tail.gradient].death
+        storages[tail.logits] = _held_until(storages[tail.logits], death)
     return replace(profile, graph=replace(graph, ops=tuple(ops), storages=tuple(storages)))
 
 
 def rows_in_chunk(num_rows: int, scores_bytes: int) -> int:
     """How many rows of scores there are at once."""
-    num_chunks = max(FEWEST_CHUNKS, scores_bytes // CHUNK_BYTES)
+    num_chunks = max(FEWEST_CHUNKS, min(scores_bytes // CHUNK_BYTES, num_rows // FEWEST_ROWS))
     rows = -(-num_rows // num_chunks)
     return -(-rows // EVEN_ROWS) * EVEN_ROWS
+
+
+def _scores_seconds(profile: Profile, tail: _Tail) -> float:
+    """Scores are made twice; their gradient, zeros but for a label a row, is not filled anew."""
+    scores, _, of_loss, _ = map(profile.seconds, tail.ops)
+    read, written = (profile.graph.storages[n].nbytes for n in (tail.logits, tail.passing[0]))
+    # To fill is to write as much as the scores are, whatever else the op is taken to do.
+    return scores - min(of_loss, scores * written / (read + written))
 
 
 def _chunk_seconds(profile: Profile) -> float:
@@ -165,7 +181,10 @@ def _matched(graph: Graph, readers: dict[int, list[int]], loss: int) -> _Tail | 
     if any(value.storage == logits for op in after for value in op.writes):
         # They are not what they were when backward comes.
         return None
-    return _Tail((forward, loss, of_loss, of_scores), logits, labels, made[1], (scores, made[0]))
+    own, gradient = graph.storages[logits], graph.storages[made[1]]
+    is_in_place = own.birth >= 0 and own.death < of_loss and own.nbytes >= gradient.nbytes
+    ops = forward, loss, of_loss, of_scores
+    return _Tail(ops, logits, labels, made[1], (scores, made[0]), is_in_place)
 
 
 def _readers(graph: Graph) -> dict[int, list[int]]:

@@ -32,12 +32,15 @@ class Way:
         rows = logits if self.cast is None else logits.to(self.cast)
         return torch._log_softmax(rows, 1, self.is_widened)
 
-    def logits_gradient(
-        self, gradient: torch.Tensor, scores: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """From a gradient of scores that of the logits; where these were cast, before that."""
-        own = dtype if self.cast is None else self.cast
-        return torch._log_softmax_backward_data(gradient, scores, 1, own)
+    def put_gradient(
+        self, gradient: torch.Tensor, scores: torch.Tensor, place: torch.Tensor
+    ) -> None:
+        """From a gradient of scores make that of the logits; where these were cast, before that."""
+        if self.cast is None:
+            kind = place.dtype
+            torch._log_softmax_backward_data(gradient, scores, 1, kind, out=place)
+        else:
+            place.copy_(torch._log_softmax_backward_data(gradient, scores, 1, self.cast))
 
 
 def way_of(logits: torch.Tensor, labels: torch.Tensor) -> Way | None:
@@ -64,27 +67,41 @@ def way_of(logits: torch.Tensor, labels: torch.Tensor) -> Way | None:
 
 
 def loss_of(
-    picked: torch.Tensor, labels: torch.Tensor, reduction: str, ignored: int
+    kept: torch.Tensor, labels: torch.Tensor, reduction: str, ignored: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss, and how many rows it is about."""
+    """The loss from the score of each row's label, and how many rows it is about."""
+    scores, stand_ins = _of_stand_ins(kept, labels, ignored)
     number = REDUCTIONS[reduction]
-    loss, total = torch.ops.aten.nll_loss_forward(picked, labels, None, number, ignored)
+    loss, total = torch.ops.aten.nll_loss_forward(scores, stand_ins, None, number, ignored)
     return loss, total
 
 
-def scores_gradient(
+def gradients_of_kept(
     gradient: torch.Tensor,
-    scores: torch.Tensor,
     labels: torch.Tensor,
     reduction: str,
     ignored: int,
     total: torch.Tensor,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The gradient of some rows of scores."""
+    """The gradient of the score of each row's label, a column; none where the row is ignored."""
+    kept = torch.empty(len(labels), dtype=dtype, device=labels.device)
+    scores, stand_ins = _of_stand_ins(kept, labels, ignored)
+    number = REDUCTIONS[reduction]
     found: torch.Tensor = torch.ops.aten.nll_loss_backward(
-        gradient, scores, labels, None, REDUCTIONS[reduction], ignored, total
+        gradient, scores, stand_ins, None, number, ignored, total
     )
-    return found
+    return found[:, -1:]
+
+
+def _of_stand_ins(
+    kept: torch.Tensor, labels: torch.Tensor, ignored: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores with a single class for every label; it is not the one that is ignored."""
+    scores, column = kept[:, None], int(ignored == 0)
+    if column:
+        scores = torch.cat([torch.zeros_like(scores), scores], 1)
+    return scores, labels.masked_fill(labels != ignored, column)
 
 
 @contextmanager

@@ -15,9 +15,18 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from leanstep.chunks import FLOAT_BYTES, rows_in_chunk
+from leanstep.engines.alone import is_alone, may_overwrite
 from leanstep.ir import LossInChunks
 from leanstep.step import autocast_is_on
-from leanstep.torch_loss import REDUCTIONS, Way, loss_of, scores_gradient, stepping_aside, way_of
+from leanstep.torch_autograd import graph_is_kept
+from leanstep.torch_loss import (
+    REDUCTIONS,
+    Way,
+    gradients_of_kept,
+    loss_of,
+    stepping_aside,
+    way_of,
+)
 from leanstep.torch_private import is_traced
 
 # How torch does it, by device, type and autocast: seen once.
@@ -42,7 +51,9 @@ def cross_entropy(
 
     What it does not do in rows (weights of classes, smoothed labels, labels that are shares,
     images, a few rows) is left to torch. It saves the logits, where torch saves the scores: logits
-    that are changed in place afterwards make backward raise (through `.data` nobody sees it).
+    that are changed in place afterwards make backward raise (through `.data` nobody sees it). If
+    nobody else holds them in backward, their gradient takes their place: let go of what the model
+    has returned (`del`) once there is a loss.
     """
     given = input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
     if is_traced() or input.dim() != 2:
@@ -110,7 +121,7 @@ def _by_rows(
         return None
     given = input, target, way, num_rows, reduction, ignore_index
     try:
-        loss: torch.Tensor = _InChunks.apply(*given)  # type: ignore[no-untyped-call]
+        loss: torch.Tensor = _InChunks.apply(*given)[0]  # type: ignore[no-untyped-call]
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
@@ -145,7 +156,12 @@ def _way(logits: torch.Tensor, labels: torch.Tensor) -> Way | None:
 
 
 class _InChunks(torch.autograd.Function):
-    """Cross entropy that saves the logits, and never has the scores of all rows at once."""
+    """Cross entropy that saves the logits, and never has the scores of all rows at once.
+
+    The gradient takes the place of the logits if nobody else holds them. For that the graph must
+    not hold the tensor it was given, which others may have too: it saves a second output, the
+    logits again, which is dropped at once. The gradient of that one is the logits' own.
+    """
 
     @staticmethod
     def forward(
@@ -156,41 +172,57 @@ class _InChunks(torch.autograd.Function):
         num_rows: int,
         reduction: str,
         ignored: int,
-    ) -> torch.Tensor:
-        # The score of each row's label is all that the loss reads. It stands in a class of its own
-        # that is not the one to be ignored.
-        column = int(ignored == 0)
-        picked: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # The score of each row's label is all that the loss reads.
+        places = labels.masked_fill(labels == ignored, 0)[:, None]
+        kept: torch.Tensor | None = None
         for start in range(0, len(logits), num_rows):
             rows = slice(start, start + num_rows)
-            own = labels[rows].masked_fill(labels[rows] == ignored, 0)
-            part = way.scores(logits[rows]).gather(1, own[:, None])
-            if picked is None:
-                picked = part.new_zeros(len(logits), column + 1)
-            picked[rows, column] = part[:, 0]
-        assert picked is not None, "there is more than a chunk"
-        stand_ins = labels.masked_fill(labels != ignored, column)
-        loss, total = loss_of(picked, stand_ins, reduction, ignored)
-        ctx.save_for_backward(logits, labels, total)
+            part = way.scores(logits[rows]).gather(1, places[rows])
+            kept = part.new_empty(len(logits)) if kept is None else kept
+            kept[rows] = part[:, 0]
+        assert kept is not None, "there is more than a chunk"
+        del places
+        loss, total = loss_of(kept, labels, reduction, ignored)
+        again = logits.detach()
+        ctx.save_for_backward(again, labels, total)
+        ctx.set_materialize_grads(False)
         ctx.way, ctx.num_rows, ctx.reduction, ctx.ignored = way, num_rows, reduction, ignored
-        ctx.dtype = picked.dtype
-        return loss
+        ctx.dtype, ctx.may_overwrite = kept.dtype, may_overwrite(logits)
+        return loss, again
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            return _twice_differentiable(ctx, gradient), *(None,) * 5
-        logits, labels, total = ctx.saved_tensors
-        found = torch.empty_like(logits)
-        for start in range(0, len(logits), ctx.num_rows):
-            rows = slice(start, start + ctx.num_rows)
-            own = gradient[rows] if ctx.reduction == "none" else gradient
-            scores = ctx.way.scores(logits[rows])
-            rising = scores_gradient(own, scores, labels[rows], ctx.reduction, ctx.ignored, total)
-            found[rows] = ctx.way.logits_gradient(rising, scores, logits.dtype)
-            # Gone before the next chunk is made.
-            del scores, rising
+    def backward(
+        ctx: Any, gradient: torch.Tensor | None, again: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        found = again
+        if gradient is not None:
+            compute = _twice_differentiable if torch.is_grad_enabled() else _by_chunks
+            found = compute(ctx, gradient)
+            found = found if again is None else found + again
         return found, *(None,) * 5
+
+
+def _by_chunks(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    logits, labels, total = ctx.saved_tensors
+    logits = logits.detach()
+    # Compiled autograd runs this on stand-ins, which nobody holds.
+    is_known = ctx.may_overwrite and not torch.compiler.is_compiling()
+    is_ours = is_known and not graph_is_kept() and is_alone(logits)
+    found = logits if is_ours else torch.empty_like(logits)
+    # The gradient of scores is zero but at each row's label.
+    places = labels.masked_fill(labels == ctx.ignored, 0)[:, None]
+    own = gradients_of_kept(gradient, labels, ctx.reduction, ctx.ignored, total, ctx.dtype)
+    rising = torch.zeros(ctx.num_rows, logits.shape[1], dtype=ctx.dtype, device=logits.device)
+    for start in range(0, len(logits), ctx.num_rows):
+        rows = slice(start, start + ctx.num_rows)
+        scores = ctx.way.scores(logits[rows])
+        rising = rising[: len(scores)].scatter_(1, places[rows], own[rows])
+        ctx.way.put_gradient(rising, scores, found[rows])
+        rising.scatter_(1, places[rows], 0)
+        # Gone before the next chunk is made.
+        del scores
+    return found
 
 
 def _twice_differentiable(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
