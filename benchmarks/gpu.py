@@ -265,19 +265,24 @@ class Bench:
             if "failed" not in row:
                 budgets[peer] = row.get("peak_bytes") or self.budget_of(profile)
         for engine, variant in itertools.product(options.engines, options.variants):
-            exact, offload = variant != "inexact", variant != "no-offload"
+            facts = {
+                "engine": engine,
+                "exact": variant != "inexact",
+                "offload": variant != "no-offload",
+                "chunks": variant != "whole-loss",
+            }
             if engine == "inductor":
-                profile, profile_seconds = self.profiled(engine=engine, exact=exact)
+                profile, profile_seconds = self.profiled(engine=engine, exact=facts["exact"])
                 self.note_forms(profile)
             shares = {
                 f"{share}%": int(profile.peak_bytes * share / 100) for share in options.shares
             }
             for name, budget in {**budgets, **shares}.items():
-                facts = {"engine": engine, "at": name, "exact": exact, "offload": offload}
+                own = {**facts, "at": name}
                 if variant == "fit":
-                    self.fitted(budget, facts)
+                    self.fitted(budget, own)
                 else:
-                    self.ours(profile, budget, {**facts, "profile_seconds": profile_seconds})
+                    self.ours(profile, budget, {**own, "profile_seconds": profile_seconds})
         self.measure("eager again")
 
     def budget_of(self, profile):
@@ -308,7 +313,7 @@ class Bench:
 
     def ours(self, profile, budget, facts):
         facts["budget_bytes"] = budget
-        choices = {name: facts[name] for name in ("engine", "exact", "offload")}
+        choices = {name: facts[name] for name in ("engine", "exact", "offload", "chunks")}
         start = time.perf_counter()
         try:
             plan = leanstep.plan(profile, budget, **choices)
@@ -316,9 +321,7 @@ class Bench:
             self.note({**self.common, "method": "leanstep", **facts, "failed": str(error)})
             return
         facts["plan_seconds"] = time.perf_counter() - start
-        facts["predicted_peak_bytes"] = plan.peak_bytes
-        facts["host_bytes"] = plan.host_bytes
-        facts["predicted_seconds"] = self.unplanned_seconds(profile) + plan.extra_seconds
+        facts |= self.predicted(profile, plan)
         start = time.perf_counter()
         applied = leanstep.apply(self.model, plan)
         facts["apply_seconds"] = time.perf_counter() - start
@@ -327,6 +330,15 @@ class Bench:
         finally:
             applied.remove()
 
+    def predicted(self, profile, plan):
+        """What a plan promises, and what it is made of beside blocks."""
+        return {
+            "predicted_peak_bytes": plan.peak_bytes,
+            "predicted_seconds": self.unplanned_seconds(profile) + plan.extra_seconds,
+            "host_bytes": plan.host_bytes,
+            "loss_rows": 0 if plan.loss is None else plan.loss.num_rows,
+        }
+
     def unplanned_seconds(self, profile):
         """What the step takes that ours changes."""
         return profile.step_seconds if profile.is_compiled else self.rows[0]["seconds"]
@@ -334,7 +346,8 @@ class Bench:
     def in_turns(self, peer, engine, blocks):
         """A peer and ours, in its peak, one after the other and again."""
         common = {"rounds": self.options.rounds}
-        facts = {"engine": engine, "at": peer, "exact": True, "offload": True, **common}
+        facts = {"engine": engine, "at": peer, "exact": True, "offload": True, "chunks": True}
+        facts |= common
         with PEERS[peer](blocks):
             at_first = self._measured()
             with switched_off(blocks):
@@ -368,8 +381,7 @@ class Bench:
         found = {**at_first, **self.figures(times[peer]), **peers_kernels}
         self.note({**self.common, "method": peer, **common, **found})
         facts |= {"profile_seconds": profile_seconds, "budget_bytes": budget}
-        facts |= {"predicted_peak_bytes": plan.peak_bytes, "host_bytes": plan.host_bytes}
-        facts["predicted_seconds"] = self.unplanned_seconds(profile) + plan.extra_seconds
+        facts |= self.predicted(profile, plan)
         found = {**ours, **self.figures(times["leanstep"]), **kernels}
         self.note({**self.common, "method": "leanstep", **facts, **found})
         self.tidy()
@@ -389,6 +401,7 @@ class Bench:
         facts["predicted_peak_bytes"] = fitted.verdict.predicted_peak_bytes
         facts["predicted_seconds"] = fitted.verdict.predicted_seconds
         facts["host_bytes"] = fitted.plan.host_bytes
+        facts["loss_rows"] = 0 if fitted.plan.loss is None else fitted.plan.loss.num_rows
         try:
             self.measure("leanstep", **facts)
         finally:
@@ -431,7 +444,7 @@ def arguments():
     run.add_argument(
         "--variants",
         nargs="*",
-        choices=("exact", "inexact", "no-offload", "fit"),
+        choices=("exact", "inexact", "no-offload", "whole-loss", "fit"),
         default=["exact"],
         help="'fit' measures a step and plans again, as leanstep.fit does",
     )

@@ -30,6 +30,8 @@ def line(row, eager):
         if "peak_bytes" in row:
             text += f", {row['predicted_peak_bytes'] / row['peak_bytes'] - 1:+.2%}"
         text += f", host {row['host_bytes'] / 2**30:.2f} GiB"
+        if rows := row.get("loss_rows"):
+            text += f", loss by {rows} rows"
     if "kernels" in row:
         parts = ((kind, seconds) for kind, seconds in row["kernels"].items() if seconds > 1e-4)
         text += "\n    " + ", ".join(f"{kind} {1e3 * seconds:.1f} ms" for kind, seconds in parts)
@@ -40,7 +42,9 @@ def how(row):
     """What is special about a row of ours."""
     inexact = "" if row["exact"] else ", inexact"
     alone = "" if row["offload"] else ", no offload"
-    return inexact + alone + (", fit" if row.get("is_fitted") else "")
+    # Rows of before there were chunks do not say.
+    whole = "" if row.get("chunks", True) else ", whole loss"
+    return inexact + alone + whole + (", fit" if row.get("is_fitted") else "")
 
 
 def load(path):
