@@ -2,7 +2,7 @@
 
     python benchmarks/planning.py profiles/*.json --json benchmarks/results/planning.jsonl
 
-Ten budgets between the floor of `optimal` and the unplanned peak. The planning time of `optimal` is
+Ten budgets between the floor of `optimal` and the unplanned peak, the loss as a whole. The planning time of `optimal` is
 that of `leanstep.plan` from the loaded profile, anew for each budget; for the others it is that of
 one budget in a prepared space, and the first includes what a solver works out once. `milp` has a
 time limit and three budgets; `exhaustive` is for small steps and left out. Needs no torch. One JSON
@@ -44,7 +44,7 @@ def solvers(names):
 
 def budgets_of(space, count):
     try:
-        low = plan_in(space, 1).peak_bytes
+        low = plan_in(space, 1, chunks=False).peak_bytes
     except BudgetError as error:
         low = error.floor_bytes
     high = space.profile.peak_bytes
@@ -56,7 +56,7 @@ def row_of(space, solver, budget_bytes, common):
     try:
         if solver.name == "optimal":
             space = prepare(space.profile)
-        plan = plan_in(space, budget_bytes, solver=solver)
+        plan = plan_in(space, budget_bytes, solver=solver, chunks=False)
         seconds = time.perf_counter() - start
         found = {
             "planning_seconds": seconds,
