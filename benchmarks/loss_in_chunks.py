@@ -1,19 +1,28 @@
-"""A cross entropy as a whole and in chunks: time, peak and bits, for chunks of several sizes.
+"""The loss in chunks: what it takes by itself, and what plans make of it.
 
-    python benchmarks/loss_in_chunks.py --device cuda          # the heads of the three models
-    python benchmarks/loss_in_chunks.py --device cpu --rows 512 --words 2000
+    python benchmarks/loss_in_chunks.py time --device cuda      # the heads of the three models
+    python benchmarks/loss_in_chunks.py time --device cpu --rows 512 --words 2000
+    python benchmarks/loss_in_chunks.py plans                   # without a GPU
 
-Forward and backward of the loss alone, from logits to their gradient; all by turns, medians. What a
-chunk costs by itself is the difference between two numbers of chunks, divided by it.
+`time`: forward and backward of the loss alone, from logits to their gradient, as a whole and in
+chunks of several sizes; all by turns, medians. What a chunk costs by itself is the difference
+between two numbers of chunks, divided by it. `plans`: for the peaks of peers that were measured on
+an H200, plans with the loss as a whole and in chunks, by profiles that are estimated for one. Times
+are shares of the untouched step's.
 """
 
 import argparse
+import functools
 import statistics
 import time
+from pathlib import Path
 
 import torch
+from gpu_rows import SIZES, load
 from torch.nn import functional
 
+import leanstep
+from leanstep import models
 from leanstep.chunks import CHUNK_BYTES, FLOAT_BYTES, rows_in_chunk
 from leanstep.engines import loss as engine
 
@@ -23,15 +32,25 @@ HEADS = {
     "llama-1b": (16 * 2048, 128_256),
 }
 MIB = 2**20
+RESULTS = Path(__file__).parent / "results" / "gpu-h200.jsonl"
 
 
 def arguments():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--rows", type=int)
-    parser.add_argument("--words", type=int)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--chunks", type=int, nargs="*", default=[8, 16, 32, 64, 128, 256])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True)
+    alone = commands.add_parser("time", help="the loss alone")
+    alone.add_argument("--device", default="cuda")
+    alone.add_argument("--rows", type=int)
+    alone.add_argument("--words", type=int)
+    alone.add_argument("--rounds", type=int, default=9)
+    alone.add_argument("--chunks", type=int, nargs="*", default=[8, 16, 32, 64, 128, 256])
+    alone.set_defaults(do=time_alone)
+    plans = commands.add_parser("plans", help="plans at the peaks of peers")
+    plans.add_argument("--models", nargs="*", default=list(HEADS))
+    plans.add_argument("--rows", type=Path, default=RESULTS, help="what gpu.py has measured")
+    plans.set_defaults(do=show_plans)
     return parser.parse_args()
 
 
@@ -89,11 +108,57 @@ def compare(name, rows, words, options):
         print(f"  {way:20} {num_rows:6} rows {seconds * 1e3:9.2f} ms {peak:>12}  {same}")
 
 
-def main():
-    options = arguments()
+def time_alone(options):
     own = {"these": (options.rows, options.words)} if options.rows else HEADS
     for name, (rows, words) in own.items():
         compare(name, rows, words, options)
+
+
+def show_plans(options):
+    measured = load(options.rows)
+    print("| model | at the peak of | peer | as a whole | **in chunks** | ours / peer |")
+    print("|---|---|---|---|---|---|")
+    for name in options.models:
+        factory = functools.partial(models.build, name, autocast="bf16", **SIZES[name])
+        profile = leanstep.profile(factory, device="h200")
+        for peer in ("checkpoint", "every2"):
+            seconds, share = peers_row(measured, name, peer)
+            budget = int(share * profile.peak_bytes)
+            whole, chunked = (planned(profile, budget, chunks=chunks) for chunks in (False, True))
+            ratio = "–" if chunked is None else f"{chunked / seconds:.3f}"
+            cells = (f"{one:.3f}" if one else "refused" for one in (seconds, whole, chunked))
+            print(f"| {name} | {peer}, {share:.3f} | {' | '.join(cells)} | {ratio} |", flush=True)
+        whole, chunked = (f"{floor(profile, chunks):.3f}" for chunks in (False, True))
+        print(f"| {name} | least peak | – | {whole} | {chunked} | – |")
+
+
+def peers_row(rows, model, peer):
+    """The last measured time and peak of a peer at full size, as shares of eager's in that call."""
+    own = [row for row in rows if row["model"] == model and row["sizes"] == SIZES[model]]
+    row = next(row for row in reversed(own) if row["method"] == peer)
+    eager = next(r for r in own if (r["call"], r["method"]) == (row["call"], "eager"))
+    return row["seconds"] / eager["seconds"], row["peak_bytes"] / eager["peak_bytes"]
+
+
+def planned(profile, budget, *, chunks):
+    """The step's time as a share of the untouched one's; None where no plan fits."""
+    try:
+        plan = leanstep.plan(profile, budget, chunks=chunks)
+    except leanstep.BudgetError:
+        return None
+    return 1 + plan.extra_seconds / profile.step_seconds
+
+
+def floor(profile, chunks):
+    try:
+        leanstep.plan(profile, 1, chunks=chunks)
+    except leanstep.BudgetError as error:
+        return error.floor_bytes / profile.peak_bytes
+
+
+def main():
+    options = arguments()
+    options.do(options)
 
 
 if __name__ == "__main__":

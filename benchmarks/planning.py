@@ -2,11 +2,11 @@
 
     python benchmarks/planning.py profiles/*.json --json benchmarks/results/planning.jsonl
 
-Ten budgets between the floor of `optimal` and the unplanned peak, the loss as a whole. The planning time of `optimal` is
-that of `leanstep.plan` from the loaded profile, anew for each budget; for the others it is that of
-one budget in a prepared space, and the first includes what a solver works out once. `milp` has a
-time limit and three budgets; `exhaustive` is for small steps and left out. Needs no torch. One JSON
-object a solver and budget, then a table a profile.
+Ten budgets between the floor of `optimal` and the unplanned peak, with the loss as a whole. The
+planning time of `optimal` is that of `leanstep.plan` from the loaded profile, anew for each budget;
+for the others it is that of one budget in a prepared space, and the first includes what a solver
+works out once. `milp` has a time limit and three budgets; `exhaustive` is for small steps and left
+out. Needs no torch. One JSON object a solver and budget, then a table a profile.
 """
 
 import argparse

@@ -40,8 +40,8 @@ TAIL = """
 Nobody published all that is needed to repeat a figure. Assumed: for OneFlow, fp32, 128 tokens, a
 fused AdamW, and the batch whose untouched step comes nearest to theirs; for the others, our own
 ResNet-152 (224², channels last) and BERT-large (512 tokens) in bf16. "Memory" is the peak of the
-whole step. Where ours refuses, the least reachable peak is that of the loss head, which belongs
-to no block. VISSL's and Hugging Face's descriptions have no figures. The largest batches measured
+whole step. VISSL's and Hugging Face's descriptions have no figures. Estimates are with the loss in
+chunks; all that was measured is of before, with the loss as a whole. The largest batches measured
 are those that were tried, in three calls, and held the bound; the next ones tried (275 untouched
 and 758 planned, 124 planned) did not, and between them others may.
 """
