@@ -84,14 +84,14 @@ def gradients_of_kept(
     total: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The gradient of the score of each row's label, a column; none where the row is ignored."""
+    """The gradient of the score of each row's label; none where the row is ignored."""
     kept = torch.empty(len(labels), dtype=dtype, device=labels.device)
     scores, stand_ins = _of_stand_ins(kept, labels, ignored)
     number = REDUCTIONS[reduction]
     found: torch.Tensor = torch.ops.aten.nll_loss_backward(
         gradient, scores, stand_ins, None, number, ignored, total
     )
-    return found[:, -1:]
+    return found[:, -1]
 
 
 def _of_stand_ins(

@@ -211,15 +211,19 @@ def _by_chunks(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
     is_ours = is_known and not graph_is_kept() and is_alone(logits)
     found = logits if is_ours else torch.empty_like(logits)
     # The gradient of scores is zero but at each row's label.
-    places = labels.masked_fill(labels == ctx.ignored, 0)[:, None]
+    places = labels.masked_fill(labels == ctx.ignored, 0)
     own = gradients_of_kept(gradient, labels, ctx.reduction, ctx.ignored, total, ctx.dtype)
     rising = torch.zeros(ctx.num_rows, logits.shape[1], dtype=ctx.dtype, device=logits.device)
+    lines = torch.arange(ctx.num_rows, device=logits.device)
     for start in range(0, len(logits), ctx.num_rows):
         rows = slice(start, start + ctx.num_rows)
         scores = ctx.way.scores(logits[rows])
-        rising = rising[: len(scores)].scatter_(1, places[rows], own[rows])
-        ctx.way.put_gradient(rising, scores, found[rows])
-        rising.scatter_(1, places[rows], 0)
+        num_rows = len(scores)
+        # Not `scatter_`: some versions have no deterministic one.
+        where = lines[:num_rows], places[rows]
+        rising[where] = own[rows]
+        ctx.way.put_gradient(rising[:num_rows], scores, found[rows])
+        rising[where] = 0
         # Gone before the next chunk is made.
         del scores
     return found
