@@ -36,6 +36,7 @@ _CHUNK_IN_OPS = 12
 # The same on the CPU itself, where nothing runs beside it (`benchmarks/loss_in_chunks.py`).
 _CHUNK_SECONDS = 60e-6
 
+_CAST = "aten._to_copy.default"
 _SCORES = "aten._log_softmax.default"
 _LOSS_BACKWARD = "aten.nll_loss_backward.default"
 _SCORES_BACKWARD = "aten._log_softmax_backward_data.default"
@@ -43,30 +44,32 @@ _SCORES_BACKWARD = "aten._log_softmax_backward_data.default"
 
 @dataclass(frozen=True, slots=True)
 class _Tail:
-    """The four ops of a cross entropy in a step, and the storages that they are about.
+    """A cross entropy in a step, and the storages that it is about.
 
-    Scores and loss in forward, then the gradients of both. `logits` are what it is given (where
-    these were cast before, what was made of them: who has cast them is not known) and `gradient`
-    what it gives back. `passing` are the scores and their gradient, which no one else reads: whole
-    in the recorded step, a chunk each in the other.
+    `ops` are four: scores and loss in forward, then the gradients of both; `casts` the two of
+    autocast around these, if there are. `logits` are what it is given and `gradient` what it gives
+    back. `passing` are the scores, their gradient, and what casts make, which no one else reads:
+    whole in the recorded step, a chunk each in the other. With `is_in_place` the gradient takes the
+    place of the logits: nobody held them any more when backward came.
     """
 
     ops: tuple[int, int, int, int]
+    casts: tuple[int, ...]
     logits: int
     labels: int
     gradient: int
-    passing: tuple[int, int]
+    passing: tuple[int, ...]
     is_in_place: bool
 
 
 def find_loss(profile: Profile) -> LossInChunks | None:
     """How the loss of a step could be computed in chunks; None where it could not, or need not."""
     tail = None if profile.whole_loss or profile.company else _tail(profile)
-    if tail is None:
-        return None
     graph = profile.graph
+    if tail is None or graph.loss is None:
+        return None
     call = graph.calls[graph.ops[tail.ops[0]].call]
-    num_rows = graph.loss_rows
+    num_rows = graph.loss.num_rows
     in_chunk = rows_in_chunk(num_rows, graph.storages[tail.passing[0]].nbytes)
     if call.occurrence != 0 or in_chunk >= num_rows:
         return None
@@ -89,10 +92,10 @@ def as_planned(profile: Profile, plan: Plan | None) -> Profile:
 def in_chunks(profile: Profile, loss: LossInChunks) -> Profile:
     """The same step with its loss in chunks: `peak_bytes` stays that of the untouched one."""
     tail = _tail(profile)
-    if tail is None:
-        raise PlanError("the plan computes the loss in chunks, and this step has no such loss")
     graph = profile.graph
-    num_rows, last = graph.loss_rows, tail.ops[-1]
+    if tail is None or graph.loss is None:
+        raise PlanError("the plan computes the loss in chunks, and this step has no such loss")
+    num_rows = graph.loss.num_rows
     ops, storages = list(graph.ops), list(graph.storages)
     sizes = {n: _part(storages[n].nbytes, loss.num_rows, num_rows) for n in tail.passing}
     if tail.is_in_place:
@@ -100,9 +103,13 @@ def in_chunks(profile: Profile, loss: LossInChunks) -> Profile:
     for number, nbytes in sizes.items():
         whole = storages[number]
         storages[number] = replace(whole, nbytes=nbytes)
-        ops[whole.birth] = _lower(ops[whole.birth], whole.nbytes - nbytes)
+        ops[whole.birth] = _raised(ops[whole.birth], nbytes - whole.nbytes)
     for index in tail.ops:
-        ops[index] = replace(ops[index], rise_bytes=ops[index].rise_bytes + _ROW_BYTES * num_rows)
+        ops[index] = _raised(ops[index], _ROW_BYTES * num_rows)
+    last = storages[tail.gradient].birth
+    if last != tail.ops[-1]:
+        # All of it is there from the first chunk on.
+        ops[tail.ops[-1]] = _raised(ops[tail.ops[-1]], storages[tail.gradient].nbytes)
     # Saved for backward: logits, labels, and how many rows the loss is about.
     for number in (tail.logits, tail.labels, *graph.births(tail.ops[1])):
         storages[number] = _held_until(storages[number], last)
@@ -122,9 +129,10 @@ def rows_in_chunk(num_rows: int, scores_bytes: int) -> int:
 def _scores_seconds(profile: Profile, tail: _Tail) -> float:
     """Scores are made twice; their gradient, zeros but for a label a row, is not filled anew."""
     scores, _, of_loss, _ = map(profile.seconds, tail.ops)
+    casts = sum(map(profile.seconds, tail.casts[:1]))
     read, written = (profile.graph.storages[n].nbytes for n in (tail.logits, tail.passing[0]))
     # To fill is to write as much as the scores are, whatever else the op is taken to do.
-    return scores - min(of_loss, scores * written / (read + written))
+    return casts + scores - min(of_loss, scores * written / (read + written))
 
 
 def _chunk_seconds(profile: Profile) -> float:
@@ -136,8 +144,8 @@ def _part(nbytes: int, num_rows: int, of_rows: int) -> int:
     return -(-nbytes * min(num_rows, of_rows) // of_rows)
 
 
-def _lower(op: Op, nbytes: int) -> Op:
-    return replace(op, rise_bytes=max(0, op.rise_bytes - nbytes))
+def _raised(op: Op, nbytes: int) -> Op:
+    return replace(op, rise_bytes=max(0, op.rise_bytes + nbytes))
 
 
 def _held_until(storage: Storage, position: int) -> Storage:
@@ -148,20 +156,19 @@ def _tail(profile: Profile) -> _Tail | None:
     """The one cross entropy of a step that is computed in a module, outside of every block."""
     graph = profile.graph
     losses = [index for index, op in enumerate(graph.ops) if op.name == LOSS_OP]
-    if len(losses) != 1 or not graph.loss_rows:
+    if len(losses) != 1 or graph.loss is None:
         return None
-    readers = _readers(graph)
-    tail = _matched(graph, readers, losses[0])
+    tail = _matched(graph, graph.loss.logits, losses[0])
     if tail is None or graph.ops[tail.ops[0]].call < 0:
         return None
     # Blocks have plans of their own for what they make.
-    made = (*tail.ops, graph.storages[tail.logits].birth)
+    made = (*tail.ops, *tail.casts, graph.storages[tail.logits].birth)
     inside = any(block.start <= op < block.stop for block in profile.blocks for op in made)
     return None if inside else tail
 
 
-def _matched(graph: Graph, readers: dict[int, list[int]], loss: int) -> _Tail | None:
-    reads = graph.ops[loss].reads
+def _matched(graph: Graph, logits: int, loss: int) -> _Tail | None:
+    reads, readers = graph.ops[loss].reads, _readers(graph)
     if len(reads) != 2:
         # Classes have weights.
         return None
@@ -176,15 +183,38 @@ def _matched(graph: Graph, readers: dict[int, list[int]], loss: int) -> _Tail | 
     made = [*graph.births(of_loss), *graph.births(of_scores)]
     if len(made) != 2 or readers.get(made[0]) != [of_scores]:
         return None
-    logits = graph.ops[forward].reads[0].storage
+    ops = forward, loss, of_loss, of_scores
+    passing: tuple[int, ...] = scores, made[0]
+    casts: tuple[int, ...] = ()
+    read, gradient = graph.ops[forward].reads[0].storage, made[1]
+    if read != logits:
+        found = _casts(graph, readers, logits, read, gradient)
+        if found is None:
+            return None
+        passing, (casts, gradient) = (*passing, read, gradient), found
     after = graph.ops[forward + 1 : of_scores]
     if any(value.storage == logits for op in after for value in op.writes):
         # They are not what they were when backward comes.
         return None
-    own, gradient = graph.storages[logits], graph.storages[made[1]]
-    is_in_place = own.birth >= 0 and own.death < of_loss and own.nbytes >= gradient.nbytes
-    ops = forward, loss, of_loss, of_scores
-    return _Tail(ops, logits, labels, made[1], (scores, made[0]), is_in_place)
+    own = graph.storages[logits]
+    is_free = own.birth >= 0 and own.death < of_loss
+    is_in_place = is_free and own.nbytes >= graph.storages[gradient].nbytes
+    return _Tail(ops, casts, logits, labels, gradient, passing, is_in_place)
+
+
+def _casts(
+    graph: Graph, readers: dict[int, list[int]], logits: int, cast: int, gradient: int
+) -> tuple[tuple[int, int], int] | None:
+    """The two casts around a loss, of its logits and of their gradient, and the gradient then."""
+    before, after = graph.storages[cast].birth, readers.get(gradient, ())
+    if before < 0 or len(after) != 1 or len(readers.get(cast, ())) != 1:
+        return None
+    ops = graph.ops[before], graph.ops[after[0]]
+    made = list(graph.births(after[0]))
+    is_of_logits = [value.storage for value in ops[0].reads] == [logits]
+    if not is_of_logits or {op.name for op in ops} != {_CAST} or len(made) != 1:
+        return None
+    return (before, after[0]), made[0]
 
 
 def _readers(graph: Graph) -> dict[int, list[int]]:

@@ -21,6 +21,7 @@ from leanstep.ir import (
     Exclusion,
     Graph,
     Kind,
+    LossCall,
     ModuleCall,
     Op,
     Phase,
@@ -152,8 +153,13 @@ class _Condenser:
             unpacks=unpacks,
             calls=tuple(self._calls()),
             is_on_host=self.profile.graph.is_on_host,
-            loss_rows=self.profile.graph.loss_rows,
+            loss=self._loss(),
         )
+
+    def _loss(self) -> LossCall | None:
+        loss = self.old.loss
+        number = None if loss is None else self.new_storage.get(loss.logits)
+        return None if loss is None or number is None else replace(loss, logits=number)
 
     def costs(self) -> Iterable[Cost]:
         """What forward and backward of each compiled kind take, unplanned; two for each kind."""

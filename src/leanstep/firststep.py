@@ -36,8 +36,8 @@ from leanstep.recorder.blocks import guess_blocks
 from leanstep.recorder.company import Company
 from leanstep.recorder.live import LiveRecording, with_settled_state
 from leanstep.recorder.resizes import resizes_told
+from leanstep.recorder.run import adopt_static, mark_gradients, module_hooks
 from leanstep.recorder.signatures import Signatures
-from leanstep.recorder.step import adopt_static, mark_gradients, module_hooks
 from leanstep.recorder.values import has_storage
 from leanstep.step import TrainingStep
 from leanstep.steptime import StepTime

@@ -130,7 +130,8 @@ def fit(
         offload: also move activations to pinned host memory and back while the GPU computes, as
             far as its link can without making the step wait; at most half of the free host memory.
         chunks: also compute the loss some rows at a time, with the same bits, where that saves time
-            (a cross entropy in the model's own forward).
+            (a cross entropy in the model's own forward, which must not write into its logits after
+            it unless it did in this first step).
         takeover: switch off checkpointing that the model already has, and `torch.compile`, until
             `remove()`; without it such a model is refused by the name of the other owner.
     """

@@ -5,7 +5,7 @@ that stand in front of torch's own.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,8 @@ from torch.overrides import (
     _get_current_function_mode,
     _pop_mode_temporarily,
 )
+
+from leanstep.torch_private import past_every_mode
 
 # How torch numbers the ways to sum up a loss.
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
@@ -32,15 +34,19 @@ class Way:
         rows = logits if self.cast is None else logits.to(self.cast)
         return torch._log_softmax(rows, 1, self.is_widened)
 
-    def put_gradient(
-        self, gradient: torch.Tensor, scores: torch.Tensor, place: torch.Tensor
-    ) -> None:
-        """From a gradient of scores make that of the logits; where these were cast, before that."""
+    def gradient(
+        self, rising: torch.Tensor, scores: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """From a gradient of scores that of the logits; where these were cast, before that."""
+        own = dtype if self.cast is None else self.cast
+        return torch._log_softmax_backward_data(rising, scores, 1, own).to(dtype)
+
+    def put_gradient(self, place: torch.Tensor, rising: torch.Tensor, scores: torch.Tensor) -> None:
+        """The same, into the place where it belongs."""
         if self.cast is None:
-            kind = place.dtype
-            torch._log_softmax_backward_data(gradient, scores, 1, kind, out=place)
+            torch._log_softmax_backward_data(rising, scores, 1, place.dtype, out=place)
         else:
-            place.copy_(torch._log_softmax_backward_data(gradient, scores, 1, self.cast))
+            place.copy_(torch._log_softmax_backward_data(rising, scores, 1, self.cast))
 
 
 def way_of(logits: torch.Tensor, labels: torch.Tensor) -> Way | None:
@@ -48,8 +54,9 @@ def way_of(logits: torch.Tensor, labels: torch.Tensor) -> Way | None:
 
     Its kernels for 16 bits differ from device to device, and between versions.
     """
-    with torch.enable_grad():
-        row = logits[:1].detach().requires_grad_()
+    with past_every_mode(), unhooked(), torch.enable_grad():
+        # A copy: what autograd makes of it may live on, and a view would keep all the logits.
+        row = logits[:1].detach().clone().requires_grad_()
         loss = functional.cross_entropy(row, torch.zeros_like(labels[:1]))
         names, node = [], loss.grad_fn
         while node is not None:
@@ -87,21 +94,44 @@ def gradients_of_kept(
     """The gradient of the score of each row's label; none where the row is ignored."""
     kept = torch.empty(len(labels), dtype=dtype, device=labels.device)
     scores, stand_ins = _of_stand_ins(kept, labels, ignored)
-    number = REDUCTIONS[reduction]
+    return scores_gradient(gradient, scores, stand_ins, reduction, ignored, total)[:, -1]
+
+
+def scores_gradient(
+    gradient: torch.Tensor,
+    scores: torch.Tensor,
+    labels: torch.Tensor,
+    reduction: str,
+    ignored: int,
+    total: torch.Tensor,
+) -> torch.Tensor:
+    """The gradient of scores."""
     found: torch.Tensor = torch.ops.aten.nll_loss_backward(
-        gradient, scores, stand_ins, None, number, ignored, total
+        gradient, scores, labels, None, REDUCTIONS[reduction], ignored, total
     )
-    return found[:, -1]
+    return found
 
 
 def _of_stand_ins(
     kept: torch.Tensor, labels: torch.Tensor, ignored: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores with a single class for every label; it is not the one that is ignored."""
-    scores, column = kept[:, None], int(ignored == 0)
-    if column:
-        scores = torch.cat([torch.zeros_like(scores), scores], 1)
+    column = int(ignored == 0)
+    # Not `cat`: autocast, which may be on in backward, has types of its own for it.
+    scores = kept.new_zeros(len(kept), column + 1)
+    scores[:, column] = kept
     return scores, labels.masked_fill(labels != ignored, column)
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for several, as `vmap` makes them."""
+    names = torch._C._functorch
+    return names.is_batchedtensor(tensor) or names.is_legacy_batchedtensor(tensor)
+
+
+def unhooked() -> AbstractContextManager[None]:
+    """Keep what autograd saves from hooks that others have set."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
 
 
 @contextmanager

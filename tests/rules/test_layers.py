@@ -66,7 +66,7 @@ MAY_IMPORT = {
     "torch_compiler": BASE | {"torch_private", "torch_autograd"},
     "torch_interpreter": BASE,
     "torch_precision": BASE,
-    "torch_loss": BASE,
+    "torch_loss": BASE | {"torch_private"},
     "owners": BASE | {"torch_private"},
     "eager": BASE | {"torch_private"},
     "step": IR | {"torch_private"},

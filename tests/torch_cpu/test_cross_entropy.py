@@ -1,11 +1,16 @@
 """`leanstep.cross_entropy` has the bits of torch's, in a fraction of its memory."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import leanstep
+from leanstep.engines import alone
+from leanstep.engines import loss as engine
 from leanstep.truth import peak_rise_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -183,6 +188,76 @@ def test_logits_that_others_hold_stay_as_they_are(who):
     assert torch.equal(content(holder), before)
 
 
+class IntoArray(torch.autograd.Function):
+    """Numbers in memory that NumPy owns."""
+
+    @staticmethod
+    def forward(ctx, given, array):
+        array[:] = given.numpy()
+        return torch.from_numpy(array)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+def test_memory_of_others_stays_as_it_is():
+    inputs, labels = logits_and_labels()
+    array = np.empty((ROWS, WORDS), np.float32)
+
+    leanstep.cross_entropy(IntoArray.apply(inputs, array), labels).backward()
+
+    assert (array == inputs.detach().numpy()).all()
+
+
+def test_bytes_that_were_sent_to_another_process_are_not_its_own():
+    tensor = torch.ones(3)
+    assert alone.is_alone(tensor, alone._holders(tensor))
+
+    tensor.share_memory_()
+
+    assert not alone.is_alone(tensor, alone._holders(tensor))
+
+
+class Log(TorchDispatchMode):
+    """Holds everything that was ever made."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.made.append((args, func(*args, **(kwargs or {}))))
+        return self.made[-1][1]
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_how_many_hold_what_nobody_else_holds_is_seen_past_everybody(is_recorded):
+    look = alone._when_alone.__wrapped__
+    seen = look(is_recorded)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: [x], lambda held: held[0])
+
+    with Log(), torch.inference_mode(), hooks:
+        assert look(is_recorded) == seen
+
+
+def test_under_hooks_of_others_it_cannot_be_known():
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: [x], lambda held: held[0]):
+        assert alone.holders_when_alone(torch.ones(2)) is None
+
+
+def test_what_a_log_of_all_ops_holds_stays_as_it_is():
+    labels = logits_and_labels()[1]
+    inputs, make = scaled(logits_and_labels()[0])
+    with Log() as log:
+        loss = leanstep.cross_entropy(make(inputs), labels)
+        logits = next(made for _, made in log.made if made.shape == inputs.shape)
+        before = logits.clone()
+        loss.backward()
+
+    assert torch.equal(logits, before)
+
+
 def test_what_hooks_have_taken_stays_as_it_is():
     labels = logits_and_labels()[1]
     inputs, make = scaled(logits_and_labels()[0])
@@ -198,6 +273,60 @@ def test_what_hooks_have_taken_stays_as_it_is():
     loss.backward()
 
     assert all(map(torch.equal, taken, before)) and len(taken) >= 3
+
+
+@pytest.fixture
+def first_use(monkeypatch):
+    """How torch computes a cross entropy is not known yet."""
+    monkeypatch.setattr(engine, "_ways", {})
+
+
+@pytest.mark.usefixtures("first_use")
+def test_the_first_call_may_be_inside_a_checkpoint():
+    alone._when_alone.cache_clear()
+    inputs, labels = logits_and_labels()
+    loss = checkpoint(lambda x: leanstep.cross_entropy(x * 2, labels), inputs, use_reentrant=False)
+
+    expected = torch.autograd.grad(functional.cross_entropy(inputs * 2, labels), inputs)[0]
+    assert torch.equal(torch.autograd.grad(loss, inputs)[0], expected)
+
+
+@pytest.mark.usefixtures("first_use")
+def test_hooks_of_others_see_no_more_than_what_is_saved():
+    inputs, labels = logits_and_labels()
+    sizes = []
+
+    def take(tensor):
+        sizes.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(take, lambda tensor: tensor):
+        leanstep.cross_entropy(inputs, labels)
+
+    assert sorted(sizes) == [(), (ROWS,), (ROWS, WORDS)]
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_several_gradients_may_be_taken_at_once(reduction):
+    inputs, labels = logits_and_labels()
+    found = []
+    for function in (functional.cross_entropy, leanstep.cross_entropy):
+        loss = function(inputs * 2, labels, reduction=reduction)
+        given = torch.eye(loss.numel())[:3].reshape(-1, *loss.shape)
+        found += torch.autograd.grad(loss, inputs, given, is_grads_batched=True)
+
+    assert torch.equal(*found)
+
+
+def test_backward_may_have_an_autocast_that_forward_had_not():
+    inputs, labels = logits_and_labels(torch.float16, ignored=0)
+    found = []
+    for function in (functional.cross_entropy, leanstep.cross_entropy):
+        loss = function(inputs * 2, labels, ignore_index=0)
+        with torch.autocast("cpu"):
+            found += torch.autograd.grad(loss, inputs)
+
+    assert torch.equal(*found)
 
 
 def test_a_backward_that_is_compiled_has_the_same_bits():
@@ -233,6 +362,21 @@ def test_the_peak_is_that_of_a_chunk():
     whole, chunked = peak(functional.cross_entropy), peak(leanstep.cross_entropy)
 
     assert whole > 2.9 * logits.nbytes and chunked < 1.6 * logits.nbytes
+
+
+@pytest.mark.usefixtures("first_use")
+def test_it_does_so_from_the_first_call_on():
+    inputs, labels = logits_and_labels()
+    gradients = []
+    logits = inputs * 2
+    logits.register_hook(lambda gradient: gradients.append(gradient.data_ptr()))
+    place = logits.data_ptr()
+    loss = leanstep.cross_entropy(logits, labels)
+    del logits
+
+    loss.backward()
+
+    assert gradients == [place]
 
 
 @pytest.mark.parametrize("is_view", [False, True])

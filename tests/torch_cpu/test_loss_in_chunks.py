@@ -1,6 +1,7 @@
 """A step whose loss is computed some rows at a time: planned, applied, and with the same bits."""
 
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -39,6 +40,18 @@ class Reader(nn.Module):
         return LOSSES[self.way](self, logits, labels.flatten())
 
 
+def on_a_part(_, logits, labels):
+    """The rest of what the logits are a part of stays for as long as they do."""
+    half = len(labels) // 2
+    loss = functional.cross_entropy(logits[half:], labels[half:])
+    return loss + 0 * logits[:half].float().sum()
+
+
+def under_hooks(_, logits, labels):
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        return functional.cross_entropy(logits, labels)
+
+
 def cast_before(_, logits, labels):
     logits = logits.float()
     return functional.cross_entropy(logits, labels)
@@ -59,6 +72,8 @@ LOSSES = {
     "doubled": lambda _, x, y: functional.cross_entropy(x.double(), y).float(),
     "without the first": lambda _, x, y: functional.cross_entropy(x[1:], y[1:]),
     "then clipped": clipped_after,
+    "a part": on_a_part,
+    "under hooks": under_hooks,
     "in two": lambda _, x, y: functional.nll_loss(functional.log_softmax(x, 1), y),
 }
 
@@ -95,11 +110,12 @@ def encoding():
     return model, {"tokens": tokens, "labels": tokens.roll(1, 1)}
 
 
-WAYS = ["plain", "module", "cast", "inline", "inline, module", "doubled", "without the first"]
+WAYS = [*LOSSES][:7]
+# In float32 the last has its peak elsewhere.
+CASES = [*product(WAYS, [False, True]), ("a part", True)]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("is_autocast", [False, True])
+@pytest.mark.parametrize(("way", "is_autocast"), CASES)
 def test_a_fit_computes_the_loss_in_chunks(way, is_autocast):
     model, batch = reading(way)
 
@@ -114,9 +130,7 @@ def test_a_fit_computes_the_loss_in_chunks(way, is_autocast):
     verdict = fitted.verdict
     assert verdict.within_budget and not verdict.different
     assert verdict.measured_peak_bytes <= verdict.predicted_peak_bytes
-    # Who has cast the logits is not known, and the dearer is assumed.
-    if not is_autocast:
-        assert verdict.predicted_peak_bytes < 1.01 * verdict.measured_peak_bytes
+    assert verdict.predicted_peak_bytes < 1.01 * verdict.measured_peak_bytes
     assert "rows at a time" in str(fitted)
     fitted.remove()
     assert not any(is_attached(module) for module in model.modules())
@@ -129,8 +143,9 @@ def test_without_it_the_same_budget_is_refused():
         leanstep.fit(model, batch, budget="80%", chunks=False)
 
 
-def test_a_loss_that_nobody_can_answer_stays_whole_and_is_named():
-    model, batch = reading("in two")
+@pytest.mark.parametrize("way", ["in two", "under hooks"])
+def test_a_loss_that_nobody_can_answer_stays_whole(way):
+    model, batch = reading(way)
 
     with pytest.raises(BudgetError):
         leanstep.fit(model, batch, budget="80%")
@@ -145,7 +160,7 @@ def test_labels_may_be_a_part_of_something_larger():
 
     fitted = leanstep.fit(model, {**batch, "labels": stack[1]}, budget="85%")
 
-    assert fitted.plan.loss is not None and fitted.profile.graph.loss_rows == 512
+    assert fitted.plan.loss is not None and fitted.profile.graph.loss.num_rows == 512
     assert fitted.verdict.measured_peak_bytes <= fitted.verdict.predicted_peak_bytes
 
 
@@ -310,7 +325,11 @@ def test_a_loss_outside_of_the_model_gets_a_word_of_advice():
     before = leanstep.profile(model, batch, whole)
     plan = leanstep.plan(before, "100%")
     assert plan.loss is None and "leanstep.cross_entropy" in str(plan.explain())
-    assert leanstep.profile(model, batch, in_rows).peak_bytes < 0.85 * before.peak_bytes
+    fitted = leanstep.fit(model, batch, in_rows, budget="100%")
+    verdict = fitted.verdict
+    assert verdict.measured_peak_bytes < 0.6 * before.peak_bytes
+    assert verdict.measured_peak_bytes <= verdict.predicted_peak_bytes
+    assert verdict.predicted_peak_bytes < 1.01 * verdict.measured_peak_bytes
 
 
 @pytest.mark.usefixtures("without_compiler")

@@ -1,61 +1,99 @@
 """Whether anybody else holds the bytes of what a node of autograd's graph has saved.
 
 Backward may then write its result into them. Who is overlooked here reads wrong numbers, so all
-that may hold something is counted, and compared with the count in a node where nobody does.
+that may hold something is counted, and compared with the count in a node where nobody else does.
+What nobody can count: a copy of the bytes that is under way on another stream of a GPU, and GPU
+memory that another process was given.
 """
 
 import functools
 import sys
+import threading
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
-from leanstep.torch_private import address_of, saving_hooks_are_set, storage_use_count
+from leanstep.torch_private import (
+    address_of,
+    is_traced,
+    storage_use_count,
+    top_saving_hooks,
+)
+
+# How many tensors share some bytes, and how many names their storage has in Python.
+Holders = tuple[int, int]
 
 
-def may_overwrite(logits: torch.Tensor) -> bool:
-    """Whether nobody but torch's tensors can hold the bytes of what autograd saves now.
+def holders_when_alone(given: torch.Tensor) -> Holders | None:
+    """Who will hold, in a node's backward, what it saves of a tensor now, if nobody else does.
 
-    Hooks that take what is saved may give it back and keep it; memory of others (NumPy's, another
-    process's) has owners that torch does not count.
+    None where that cannot be known: memory that torch has not allocated itself, NumPy's for one,
+    has other owners, and hooks that take what is saved may keep it. Those of a recording do not.
     """
-    is_torchs_own = logits.grad_fn is not None and logits.untyped_storage().resizable()
-    return is_torchs_own and not saving_hooks_are_set()
+    if not given.untyped_storage().resizable():
+        return None
+    hooks = top_saving_hooks()
+    if hooks is None:
+        return _when_alone(is_recorded=False)
+    recording = getattr(hooks[0], "__self__", None)
+    if not getattr(recording, "lets_overwrite", False):
+        return None
+    return _when_alone(is_recorded=True)
 
 
-def is_alone(saved: torch.Tensor) -> bool:
+def is_alone(saved: torch.Tensor, expected: Holders) -> bool:
     """Whether a node's backward and what it has saved are all that holds a tensor's bytes."""
-    return _num_holders(saved) == _num_holders_when_alone()
+    is_sent = saved.device.type == "cpu" and saved.untyped_storage().is_shared()
+    return not is_sent and not is_traced() and _holders(saved) == expected
 
 
-def _num_holders(tensor: torch.Tensor) -> tuple[int, int]:
-    """How many tensors share the bytes, and how many names their storage has in Python."""
+def _holders(tensor: torch.Tensor) -> Holders:
     storage = tensor.untyped_storage()
     return storage_use_count(address_of(storage)), sys.getrefcount(storage)
 
 
+class _Saving(torch.autograd.Function):
+    """Holds one of its outputs, as a node does that asks `is_alone`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, given: torch.Tensor, seen: list[Holders]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        again = given.detach()
+        ctx.save_for_backward(again)
+        ctx.seen = seen
+        return given.sum(), again
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (again,) = ctx.saved_tensors
+        again = again.detach()
+        ctx.seen.append(_holders(again))
+        return torch.zeros_like(again), None
+
+
 @functools.cache
-def _num_holders_when_alone() -> tuple[int, int]:
-    """Seen once, in a node that holds its output the same way: versions of torch differ in it."""
-    seen = []
+def _when_alone(is_recorded: bool) -> Holders:
+    """Seen in such a node, for versions of torch differ in it.
 
-    class Saving(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            again = given.detach()
-            ctx.save_for_backward(again)
-            return given.sum(), again
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-            (again,) = ctx.saved_tensors
-            again = again.detach()
-            seen.append(_num_holders(again))
-            return torch.zeros_like(again)
-
-    with torch.enable_grad():
-        made = torch.ones(1).requires_grad_() * 1
-        loss, _ = Saving.apply(made)  # type: ignore[no-untyped-call]
-        del made, _
-        loss.backward()
+    On a thread of its own: modes and hooks that are set around here hold what they like.
+    """
+    seen: list[Holders] = []
+    thread = threading.Thread(target=_look, args=(seen, is_recorded))
+    thread.start()
+    thread.join()
     return seen[0]
+
+
+def _look(seen: list[Holders], is_recorded: bool) -> None:
+    given = torch.ones(1).requires_grad_() * 1
+    with _recording_hooks() if is_recorded else nullcontext():
+        loss, _ = _Saving.apply(given, seen)  # type: ignore[no-untyped-call]
+    del given, _
+    loss.backward()
+
+
+def _recording_hooks() -> AbstractContextManager[None]:
+    """Hooks that hold what a recording's hooks do."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda x: [x.detach()], lambda held: held[0])

@@ -8,14 +8,14 @@ that are shares, images.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from leanstep.chunks import FLOAT_BYTES, rows_in_chunk
-from leanstep.engines.alone import is_alone, may_overwrite
+from leanstep.engines.alone import holders_when_alone, is_alone
 from leanstep.ir import LossInChunks
 from leanstep.step import autocast_is_on
 from leanstep.torch_autograd import graph_is_kept
@@ -23,7 +23,9 @@ from leanstep.torch_loss import (
     REDUCTIONS,
     Way,
     gradients_of_kept,
+    is_batched,
     loss_of,
+    scores_gradient,
     stepping_aside,
     way_of,
 )
@@ -53,7 +55,8 @@ def cross_entropy(
     images, a few rows) is left to torch. It saves the logits, where torch saves the scores: logits
     that are changed in place afterwards make backward raise (through `.data` nobody sees it). If
     nobody else holds them in backward, their gradient takes their place: let go of what the model
-    has returned (`del`) once there is a loss.
+    has returned (`del`) once there is a loss, and have what copies it on another stream of the GPU
+    done by then.
     """
     given = input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
     if is_traced() or input.dim() != 2:
@@ -188,7 +191,7 @@ class _InChunks(torch.autograd.Function):
         ctx.save_for_backward(again, labels, total)
         ctx.set_materialize_grads(False)
         ctx.way, ctx.num_rows, ctx.reduction, ctx.ignored = way, num_rows, reduction, ignored
-        ctx.dtype, ctx.may_overwrite = kept.dtype, may_overwrite(logits)
+        ctx.dtype, ctx.alone = kept.dtype, holders_when_alone(logits)
         return loss, again
 
     @staticmethod
@@ -198,6 +201,8 @@ class _InChunks(torch.autograd.Function):
         found = again
         if gradient is not None:
             compute = _twice_differentiable if torch.is_grad_enabled() else _by_chunks
+            if not torch.compiler.is_compiling() and is_batched(gradient):
+                compute = _at_once
             found = compute(ctx, gradient)
             found = found if again is None else found + again
         return found, *(None,) * 5
@@ -207,8 +212,8 @@ def _by_chunks(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
     logits, labels, total = ctx.saved_tensors
     logits = logits.detach()
     # Compiled autograd runs this on stand-ins, which nobody holds.
-    is_known = ctx.may_overwrite and not torch.compiler.is_compiling()
-    is_ours = is_known and not graph_is_kept() and is_alone(logits)
+    is_known = ctx.alone is not None and not torch.compiler.is_compiling()
+    is_ours = is_known and not graph_is_kept() and is_alone(logits, ctx.alone)
     found = logits if is_ours else torch.empty_like(logits)
     # The gradient of scores is zero but at each row's label.
     places = labels.masked_fill(labels == ctx.ignored, 0)
@@ -222,11 +227,19 @@ def _by_chunks(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         # Not `scatter_`: some versions have no deterministic one.
         where = lines[:num_rows], places[rows]
         rising[where] = own[rows]
-        ctx.way.put_gradient(rising[:num_rows], scores, found[rows])
+        ctx.way.put_gradient(found[rows], rising[:num_rows], scores)
         rising[where] = 0
         # Gone before the next chunk is made.
         del scores
     return found
+
+
+def _at_once(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    """The same for several gradients in one, as `vmap` hands them over."""
+    logits, labels, total = ctx.saved_tensors
+    scores = ctx.way.scores(logits)
+    rising = scores_gradient(gradient, scores, labels, ctx.reduction, ctx.ignored, total)
+    return cast(torch.Tensor, ctx.way.gradient(rising, scores, logits.dtype))
 
 
 def _twice_differentiable(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,7 @@ from leanstep.ir.ladder import Ladder as Ladder
 from leanstep.ir.ladder import Rung as Rung
 from leanstep.ir.ladder import Share as Share
 from leanstep.ir.load import load as load
+from leanstep.ir.loss import LossCall as LossCall
 from leanstep.ir.loss import LossInChunks as LossInChunks
 from leanstep.ir.memory import MemoryCurve as MemoryCurve
 from leanstep.ir.peak import Holder as Holder

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from leanstep.ir.loss import LossCall
+
 
 class Phase(StrEnum):
     """The part of the step an op belongs to."""
@@ -175,8 +177,8 @@ class Graph:
     """Every op of the step, every storage it touched, everything autograd saved.
 
     `is_on_host`: the step runs on the CPU, so what an engine keeps there, such as the states of
-    random generators, takes memory of the same kind. `loss_rows` are the rows of its cross entropy,
-    0 where it has none.
+    random generators, takes memory of the same kind. `loss` is the last cross entropy that could be
+    computed by rows.
     """
 
     ops: tuple[Op, ...]
@@ -185,7 +187,7 @@ class Graph:
     unpacks: tuple[Unpack, ...]
     calls: tuple[ModuleCall, ...]
     is_on_host: bool = True
-    loss_rows: int = 0
+    loss: LossCall | None = None
 
     def path(self, op: Op) -> str:
         """The module path an op ran in, empty outside every module."""

@@ -7,6 +7,17 @@ LOSS_OP = "aten.nll_loss_forward.default"
 
 
 @dataclass(frozen=True, slots=True)
+class LossCall:
+    """The cross entropy of a recorded step, as it was called: with how many rows, on which storage.
+
+    Autocast may cast the logits inside, so what its first op reads can be another one.
+    """
+
+    num_rows: int
+    logits: int
+
+
+@dataclass(frozen=True, slots=True)
 class LossInChunks:
     """The loss of a step, `num_rows` rows at a time, forward and backward.
 

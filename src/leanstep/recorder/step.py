@@ -9,16 +9,26 @@ count, less the tensors that stand in for autograd's.
 
 import dataclasses
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
 
 from leanstep import torch_private
-from leanstep.eager import uncompiled
-from leanstep.ir import Category, Fact, Graph, ModuleCall, Op, Phase, Save, Storage, Unpack, Value
+from leanstep.ir import (
+    Category,
+    Fact,
+    Graph,
+    LossCall,
+    ModuleCall,
+    Op,
+    Phase,
+    Save,
+    Storage,
+    Unpack,
+    Value,
+)
 from leanstep.ir.loss import LOSS_OP
 from leanstep.recorder.accumulation import InPlace
 from leanstep.recorder.attic import Attic
@@ -31,11 +41,11 @@ from leanstep.recorder.facts import (
     tensor_arguments,
     tensors_in,
 )
-from leanstep.recorder.resizes import Absences, resizes_told
+from leanstep.recorder.losses import given_logits
+from leanstep.recorder.resizes import Absences
 from leanstep.recorder.signatures import Signatures
 from leanstep.recorder.source import user_source
 from leanstep.recorder.values import StorageBook, has_storage
-from leanstep.step import TrainingStep
 from leanstep.truth import OpMeter
 
 
@@ -80,7 +90,7 @@ class StepRecording(torch_private.TorchDispatchMode):
         self.natural_deaths: dict[int, int] = {}
         self.categories: dict[int, Category] = {}
         self.in_optimizer = False
-        self.loss_rows = 0
+        self.loss: LossCall | None = None
         self._internal = False
         self._holds: dict[int, int] = {}
         self._addresses: dict[int, int] = {}
@@ -154,7 +164,7 @@ class StepRecording(torch_private.TorchDispatchMode):
             reads, writes = self._with_generator(reads, writes)
             self._note_draw()
         if info.name == LOSS_OP:
-            self.loss_rows = len(args[0])
+            self.loss = self._loss_call(len(args[0]))
         call, source = self._origin()
         self._in_place.wrote(writes)
         self.ops.append(
@@ -171,6 +181,16 @@ class StepRecording(torch_private.TorchDispatchMode):
             )
         )
         return out
+
+    def _loss_call(self, num_rows: int) -> LossCall | None:
+        """The cross entropy that runs now, if it could be computed by rows.
+
+        Hooks of others, which are inside of ours, may hold what it saves.
+        """
+        logits = given_logits()
+        is_ours = torch_private.top_saving_hooks() == (self.pack, self.unpack)
+        number = self.book.find(logits) if is_ours and logits is not None else None
+        return None if number is None else LossCall(num_rows, number)
 
     def _reads(
         self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -313,6 +333,11 @@ class StepRecording(torch_private.TorchDispatchMode):
 
     # What autograd saves.
 
+    @property
+    def lets_overwrite(self) -> bool:
+        """Whether a node may write into what it saves now: blocks have other hooks when planned."""
+        return self.attic is None and len(self._stack) == 1
+
     def pack(self, tensor: torch.Tensor) -> Any:
         """Note a tensor that autograd saves."""
         if not has_storage(tensor):
@@ -395,8 +420,8 @@ class StepRecording(torch_private.TorchDispatchMode):
         saved = {save.value.storage for save in saves}
         storages = tuple(self._storage(number, saved) for number in range(len(self.nbytes)))
         events = tuple(self.unpacks), tuple(self.calls)
-        on_host, rows = self.meter.is_on_host, self.loss_rows
-        return Graph(ops, storages, saves, *events, is_on_host=on_host, loss_rows=rows)
+        on_host = self.meter.is_on_host
+        return Graph(ops, storages, saves, *events, is_on_host=on_host, loss=self.loss)
 
     def _storage(self, number: int, saved: set[int]) -> Storage:
         end = len(self.ops)
@@ -416,83 +441,3 @@ class StepRecording(torch_private.TorchDispatchMode):
         if self.ops[birth].phase is not Phase.FORWARD or death + 1 >= len(self.ops):
             return False
         return self.ops[death + 1].phase is not Phase.FORWARD
-
-
-def record(
-    step: TrainingStep,
-    signatures: Signatures,
-    meter: OpMeter | None = None,
-    *,
-    company: Company | None = None,
-    attic: Attic | None = None,
-) -> Graph:
-    """Run one training step and return its graph; the caller keeps what the step changes."""
-    with meter or OpMeter(step.device) as meter:
-        recording = StepRecording(meter, signatures, company=company, attic=attic)
-        with ExitStack() as stack:
-            stack.enter_context(uncompiled())
-            stack.enter_context(module_hooks(step.model, recording))
-            adopt_static(step, recording)
-            stack.enter_context(resizes_told(recording.resized))
-            stack.enter_context(recording)
-            _run(step, recording)
-    return recording.graph()
-
-
-def _run(step: TrainingStep, recording: StepRecording) -> None:
-    with torch.autograd.graph.saved_tensors_hooks(recording.pack, recording.unpack):
-        loss = step.compute_loss()
-    loss.backward()
-    del loss
-    mark_gradients(step, recording)
-    recording.in_optimizer = True
-    step.update()
-
-
-def mark_gradients(step: TrainingStep, recording: StepRecording) -> None:
-    """Tell a recording which storages hold gradients, once backward has run."""
-    for parameter in step.parameters():
-        if parameter.grad is not None:
-            recording.mark(parameter.grad, Category.GRADIENT)
-
-
-def adopt_static(step: TrainingStep, recording: StepRecording) -> None:
-    """Tell a recording of everything that is there before the step."""
-    for parameter in step.parameters():
-        recording.adopt(parameter.detach(), Category.PARAMETER)
-        if parameter.grad is not None:
-            recording.adopt(parameter.grad, Category.GRADIENT)
-    for buffer in step.model.buffers():
-        recording.adopt(buffer, Category.BUFFER)
-    for tensor in step.optimizer_tensors():
-        recording.adopt(tensor, Category.OPTIMIZER_STATE)
-    for leaf in torch_private.tree_leaves(step.batch):
-        if isinstance(leaf, torch.Tensor):
-            recording.adopt(leaf, Category.INPUT)
-
-
-@contextmanager
-def module_hooks(model: torch.nn.Module, recording: StepRecording) -> Iterator[None]:
-    """Tell a recording of every module's calls, inside the block."""
-    with ExitStack() as stack:
-        for path, module in model.named_modules():
-            if isinstance(module, torch.jit.ScriptModule):
-                # It takes no hooks: its ops belong to the module that calls it.
-                recording.company.scripted[path] = None
-                continue
-            for handle in _hook(path, module, recording):
-                stack.callback(handle.remove)
-        yield
-
-
-def _hook(path: str, module: torch.nn.Module, recording: StepRecording) -> tuple[Any, Any]:
-    def before(module: torch.nn.Module, _: Any) -> None:
-        recording.enter(path, module)
-
-    def after(*_: Any) -> None:
-        recording.leave()
-
-    return (
-        module.register_forward_pre_hook(before, prepend=True),
-        module.register_forward_hook(after, always_call=True),
-    )
