@@ -15,6 +15,8 @@ from leanstep.chunks import FLOAT_BYTES, rows_in_chunk
 from leanstep.engines import loss as engine
 from leanstep.engines.attach import is_attached
 from leanstep.errors import BudgetError
+from leanstep.planner.whole import _plan_in, prepare
+from leanstep.solvers.registry import find_solver
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 
@@ -298,6 +300,25 @@ def test_the_floor_can_be_asked_for():
 
     assert plan.loss is not None and plan.peak_bytes == refused.value.floor_bytes
     assert leanstep.simulate(profile, plan).peak_bytes == plan.peak_bytes
+
+
+@pytest.mark.parametrize("solver", ["optimal", "mu_two"])
+def test_the_faster_of_both_ways_is_taken_at_every_budget(solver):
+    model, batch = encoding()
+    profile = leanstep.profile(model, batch)
+    whole, chunked = prepare(profile).both
+
+    for share in range(45, 101, 11):
+        budget = profile.peak_bytes * share // 100
+        ways = [
+            _plan_in(way, budget, find_solver(solver), offload=True) for way in (whole, chunked)
+        ]
+        found = [plan.extra_seconds for plan in ways if plan]
+        if not found:
+            continue
+        plan = leanstep.plan(profile, budget, solver=solver)
+        assert plan.extra_seconds == min(found)
+        assert plan.bound_seconds <= plan.extra_seconds
 
 
 def test_a_plan_with_it_is_saved_loaded_and_applied(tmp_path):

@@ -208,22 +208,30 @@ def plan_in(
 ) -> Plan:
     """Plan for one budget in a prepared space, with the loss as a whole or in chunks."""
     own = find_solver(solver)
+    problem, other = space.problem, space.chunked if chunks else None
+    is_needed = problem.peak_bytes(problem.kept) > budget_bytes
+    chunked = None
+    if is_needed and other is not None:
+        chunked = _plan_in(other, budget_bytes, own, offload=offload)
+    if chunked is not None:
+        # Mostly the other cannot be better, and to say so takes less than to plan it.
+        bound = _relaxed_extra_seconds(space, budget_bytes, offload=offload)
+        if bound >= chunked.extra_seconds:
+            return chunked
     whole = _plan_in(space, budget_bytes, own, offload=offload)
-    if whole is not None and not whole.extra_seconds:
-        return whole
-    found = [] if whole is None else [whole]
-    other = space.chunked if chunks else None
-    if other is not None and (plan := _plan_in(other, budget_bytes, own, offload=offload)):
-        found.append(plan)
+    found = [plan for plan in (whole, chunked) if plan is not None]
     if not found:
         raise _budget_error(other or space, own, budget_bytes, offload=offload)
     best = min(found, key=lambda plan: plan.extra_seconds)
-    if whole is not None:
-        return replace(best, bound_seconds=min(plan.bound_seconds for plan in found))
-    # None was found with the loss as a whole; the bound is about all that there may be.
+    bounds = [plan.bound_seconds for plan in found] if whole is not None else [bound]
+    return replace(best, bound_seconds=min(best.bound_seconds, *bounds))
+
+
+def _relaxed_extra_seconds(space: Space, budget_bytes: int, *, offload: bool) -> float:
+    """What no plan of a space takes less than, with all the room that the host may give."""
     room = capacity_bytes(space.profile) if offload else 0
-    bound = relaxed_seconds(space.problem, budget_bytes + room, without_any=math.inf)
-    return replace(best, bound_seconds=min(best.bound_seconds, bound - space.unplanned_seconds))
+    least = relaxed_seconds(space.problem, budget_bytes + room, without_any=math.inf)
+    return least - space.unplanned_seconds
 
 
 def _plan_in(space: Space, budget_bytes: int, solver: Solver, *, offload: bool) -> Plan | None:
