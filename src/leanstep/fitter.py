@@ -340,12 +340,19 @@ def _budget_bytes(budget: str | int, step: TrainingStep, recorded: Profile) -> i
 def _rehearsed(
     step: TrainingStep, recorded: Profile, plan_for: Callable[[Profile], Plan]
 ) -> tuple[Profile, Applied]:
-    """Plan, and plan around every block that does not repeat itself in a dry run."""
+    """Plan, and plan around all that a dry run cannot do: blocks that do not repeat, the loss."""
     while True:
         applied = engines.apply(step.model, plan_for(recorded))
         return_cached(step.device)
-        with _taken_back_on_error(applied):
-            failed = _failed(step, applied)
+        try:
+            with _taken_back_on_error(applied):
+                failed = _failed(step, applied)
+        except (RuntimeError, TypeError) as error:
+            if applied.plan.loss is None:
+                raise
+            # If it was something else, it comes again.
+            recorded = replace(recorded, whole_loss=f"the step then raised {error!r}")
+            continue
         if not failed and applied.has_met_loss:
             return recorded, applied
         applied.remove()

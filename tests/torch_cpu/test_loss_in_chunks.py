@@ -221,6 +221,20 @@ def test_other_bits_than_the_wholes_are_not_taken(monkeypatch):
     assert not any(is_attached(module) for module in model.modules())
 
 
+def test_a_device_that_cannot_do_it_has_the_loss_as_a_whole(monkeypatch):
+    def cannot(*_):
+        raise RuntimeError("no kernel for that")
+
+    monkeypatch.setattr(engine, "_by_chunks", cannot)
+    model, batch = encoding()
+
+    fitted = leanstep.fit(model, batch, budget="75%")
+
+    assert fitted.plan.loss is None and fitted.plan.changed
+    assert any("no kernel for that" in note for note in fitted.plan.notes)
+    assert not fitted.verdict.different
+
+
 def test_without_gradients_nothing_stands_in_the_way():
     model, batch = reading()
     fitted = leanstep.fit(model, batch, budget="80%")
