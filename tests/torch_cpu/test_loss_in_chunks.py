@@ -321,6 +321,7 @@ def test_the_faster_of_both_ways_is_taken_at_every_budget(solver):
     model, batch = encoding()
     profile = leanstep.profile(model, batch)
     whole, chunked = prepare(profile).both
+    taken = set()
 
     for share in range(45, 101, 11):
         budget = profile.peak_bytes * share // 100
@@ -333,6 +334,8 @@ def test_the_faster_of_both_ways_is_taken_at_every_budget(solver):
         plan = leanstep.plan(profile, budget, solver=solver)
         assert plan.extra_seconds == min(found)
         assert plan.bound_seconds <= plan.extra_seconds
+        taken.add(plan.loss is None)
+    assert taken == {False, True}
 
 
 def test_a_plan_with_it_is_saved_loaded_and_applied(tmp_path):
