@@ -27,8 +27,8 @@ EVEN_ROWS = 16
 FEWEST_ROWS = 1024
 LABEL_BYTES = 8
 FLOAT_BYTES = 4
-# Beside its chunk a row has its label twice, whether it counts, and a score and its gradient (or
-# one of a class that is none, where the first class is ignored), doubles at most.
+# What every row has beside a chunk: its label twice, whether it counts, and of its score and the
+# gradient of that three doubles at most.
 _ROW_BYTES = 2 * (LABEL_BYTES + 1) + 3 * 8
 
 # The CPU's work for a chunk: ops in forward and backward, in units of an op of the step.

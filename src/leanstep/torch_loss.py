@@ -4,9 +4,10 @@ The sister of `torch_private.py`: the parts that torch makes a cross entropy of,
 that stand in front of torch's own.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -47,6 +48,16 @@ class Way:
             torch._log_softmax_backward_data(rising, scores, 1, place.dtype, out=place)
         else:
             place.copy_(torch._log_softmax_backward_data(rising, scores, 1, self.cast))
+
+
+def is_plain(given: Mapping[str, Any]) -> bool:
+    """Whether a call of cross entropy, its arguments by name, asks for nothing that needs more.
+
+    Weights of classes and smoothed labels do.
+    """
+    others = (given[name] for name in ("weight", "size_average", "reduce"))
+    is_simple = all(other is None for other in others) and not given["label_smoothing"]
+    return is_simple and given["reduction"] in REDUCTIONS and isinstance(given["ignore_index"], int)
 
 
 def way_of(logits: torch.Tensor, labels: torch.Tensor) -> Way | None:

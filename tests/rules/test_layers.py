@@ -78,7 +78,7 @@ MAY_IMPORT = {
     "sharing": IR,
     "reduction": BASE | {"torch_private"},
     "config": PLANNER,
-    "recorder": RECORDER,
+    "recorder": RECORDER | {"torch_loss"},
     "profiler": RECORDER | {"profiler"},
     "imagine": RECORDER | {"imagine"},
     "estimator": RECORDER | {"owners", "effects", "simulator", "marks", "profiler", "imagine"},

@@ -6,7 +6,8 @@ it was when the step was recorded is left to torch: weights of classes, smoothed
 that are shares, images.
 """
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -20,16 +21,19 @@ from leanstep.ir import LossInChunks
 from leanstep.step import autocast_is_on
 from leanstep.torch_autograd import graph_is_kept
 from leanstep.torch_loss import (
-    REDUCTIONS,
     Way,
     gradients_of_kept,
     is_batched,
+    is_plain,
     loss_of,
     scores_gradient,
     stepping_aside,
     way_of,
 )
 from leanstep.torch_private import is_traced
+
+_SIGNATURE = inspect.signature(functional.cross_entropy)
+_NAMES = tuple(_SIGNATURE.parameters)
 
 # How torch does it, by device, type and autocast: seen once.
 _ways: dict[tuple[Any, ...], Way | None] = {}
@@ -59,9 +63,10 @@ def cross_entropy(
     done by then.
     """
     given = input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
-    if is_traced() or input.dim() != 2:
-        return functional.cross_entropy(*given)
-    found = _by_rows(rows_in_chunk(max(1, len(input)), FLOAT_BYTES * input.numel()), *given)
+    found = None
+    if input.dim() == 2 and not is_traced():
+        num_rows = rows_in_chunk(max(1, len(input)), FLOAT_BYTES * input.numel())
+        found = _by_rows(num_rows, dict(zip(_NAMES, given, strict=True)))
     return functional.cross_entropy(*given) if found is None else found
 
 
@@ -91,7 +96,7 @@ class Window(TorchFunctionMode):
     ) -> Any:
         """Stand in front of every function of torch, for one of them."""
         if func is functional.cross_entropy:
-            found = _by_rows(self._num_rows, *args, **(kwargs or {}))
+            found = _by_rows(self._num_rows, _by_name(args, kwargs or {}))
             if found is not None:
                 self.runs += 1
                 return found
@@ -102,29 +107,28 @@ class Window(TorchFunctionMode):
         return stepping_aside(self)
 
 
-def _by_rows(
-    num_rows: int,
-    input: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> torch.Tensor | None:
+def _by_name(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a cross entropy; torch itself says what is wrong with others."""
+    try:
+        given = _SIGNATURE.bind(*args, **kwargs)
+    except TypeError:
+        functional.cross_entropy(*args, **kwargs)
+        raise
+    given.apply_defaults()
+    return given.arguments
+
+
+def _by_rows(num_rows: int, given: Mapping[str, Any]) -> torch.Tensor | None:
     """The loss, or None where it is not one for rows."""
-    others = weight, size_average, reduce, label_smoothing or None
-    is_plain = reduction in REDUCTIONS and all(other is None for other in others)
-    is_plain = is_plain and isinstance(ignore_index, int)
-    if not is_plain or not _are_rows(input, target) or len(input) <= num_rows:
+    input, target = given["input"], given["target"]
+    if not is_plain(given) or not _are_rows(input, target) or len(input) <= num_rows:
         return None
     way = _way(input, target)
     if way is None:
         return None
-    given = input, target, way, num_rows, reduction, ignore_index
+    choices = way, num_rows, given["reduction"], given["ignore_index"]
     try:
-        loss: torch.Tensor = _InChunks.apply(*given)[0]  # type: ignore[no-untyped-call]
+        loss: torch.Tensor = _InChunks.apply(input, target, *choices)[0]  # type: ignore[no-untyped-call]
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:

@@ -6,6 +6,8 @@ from types import FrameType
 import torch
 from torch.nn import functional
 
+from leanstep.torch_loss import is_plain
+
 
 def given_logits() -> torch.Tensor | None:
     """The logits of the `torch.nn.functional.cross_entropy` that runs now, if it is one for rows.
@@ -17,8 +19,5 @@ def given_logits() -> torch.Tensor | None:
         frame = frame.f_back
     if frame is None:
         return None
-    given = frame.f_locals
-    others = (given[name] for name in ("weight", "size_average", "reduce"))
-    is_plain = all(other is None for other in others) and not given["label_smoothing"]
-    logits: torch.Tensor = given["input"]
-    return logits if is_plain else None
+    logits: torch.Tensor = frame.f_locals["input"]
+    return logits if is_plain(frame.f_locals) else None
