@@ -9,7 +9,7 @@ This is about the recorded step alone: it says what it would need in chunks. `en
 what computes it so.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from leanstep.errors import PlanError
@@ -46,19 +46,23 @@ _SCORES_BACKWARD = "aten._log_softmax_backward_data.default"
 class _Tail:
     """A cross entropy in a step, and the storages that it is about.
 
-    `ops` are four: scores and loss in forward, then the gradients of both; `casts` the two of
-    autocast around these, if there are. `logits` are what it is given and `gradient` what it gives
-    back. `passing` are the scores, their gradient, and what casts make, which no one else reads:
-    whole in the recorded step, a chunk each in the other. With `is_in_place` the gradient takes the
-    place of the logits: nobody held them any more when backward came.
+    `ops` are four: scores and loss in forward, then the gradients of both. `casts` are the two of
+    autocast around these, of logits and their gradient, and `recasts` those between these, of
+    scores and their gradient: one or the other, if any. `logits` are what it is given and
+    `gradient` what it gives back. `passing` are the scores, their gradient, and what `casts` make,
+    which no one else reads: whole in the recorded step, a chunk each in the other. `skipped` are
+    there in the recorded step alone. With `is_in_place` the gradient takes the place of the logits:
+    nobody held them any more when backward came.
     """
 
     ops: tuple[int, int, int, int]
     casts: tuple[int, ...]
+    recasts: tuple[int, ...]
     logits: int
     labels: int
     gradient: int
     passing: tuple[int, ...]
+    skipped: tuple[int, ...]
     is_in_place: bool
 
 
@@ -74,12 +78,12 @@ def find_loss(profile: Profile) -> LossInChunks | None:
     if call.occurrence != 0 or in_chunk >= num_rows:
         return None
     num_chunks = -(-num_rows // in_chunk)
-    passing = sum(graph.storages[number].nbytes for number in tail.passing)
-    spared = graph.storages[tail.gradient].nbytes if tail.is_in_place else 0
+    passing = _bytes(graph, tail.passing)
+    gone = (*tail.skipped, tail.gradient) if tail.is_in_place else tail.skipped
     return LossInChunks(
         path=call.path,
         num_rows=in_chunk,
-        freed_bytes=passing - passing * in_chunk // num_rows + spared,
+        freed_bytes=passing - passing * in_chunk // num_rows + _bytes(graph, gone),
         extra_seconds=_scores_seconds(profile, tail) + num_chunks * _chunk_seconds(profile),
     )
 
@@ -98,6 +102,7 @@ def in_chunks(profile: Profile, loss: LossInChunks) -> Profile:
     num_rows = graph.loss.num_rows
     ops, storages = list(graph.ops), list(graph.storages)
     sizes = {n: _part(storages[n].nbytes, loss.num_rows, num_rows) for n in tail.passing}
+    sizes |= dict.fromkeys(tail.skipped, 0)
     if tail.is_in_place:
         sizes[tail.gradient] = 0
     for number, nbytes in sizes.items():
@@ -127,17 +132,26 @@ def rows_in_chunk(num_rows: int, scores_bytes: int) -> int:
 
 
 def _scores_seconds(profile: Profile, tail: _Tail) -> float:
-    """Scores are made twice; their gradient, zeros but for a label a row, is not filled anew."""
+    """Scores are made twice; their gradient, zeros but for a label a row, is not filled anew.
+
+    Nor are both cast for the loss, which reads one of a row: that may be more than all the rest.
+    """
     scores, _, of_loss, _ = map(profile.seconds, tail.ops)
     casts = sum(map(profile.seconds, tail.casts[:1]))
-    read, written = (profile.graph.storages[n].nbytes for n in (tail.logits, tail.passing[0]))
-    # To fill is to write as much as the scores are, whatever else the op is taken to do.
-    return casts + scores - min(of_loss, scores * written / (read + written))
+    recasts = sum(map(profile.seconds, tail.recasts))
+    numbers = tail.logits, tail.passing[0], profile.graph.births(tail.ops[2])[0]
+    read, made, written = (profile.graph.storages[number].nbytes for number in numbers)
+    # To fill is to write as much as the gradient is, whatever else the op is taken to do.
+    return casts + scores - recasts - min(of_loss, scores * written / (read + made))
 
 
 def _chunk_seconds(profile: Profile) -> float:
     own = _CHUNK_SECONDS if profile.graph.is_on_host else 0.0
     return own + _CHUNK_IN_OPS * profile.issue_seconds / max(1, len(profile.graph.ops))
+
+
+def _bytes(graph: Graph, numbers: Iterable[int]) -> int:
+    return sum(graph.storages[number].nbytes for number in numbers)
 
 
 def _part(nbytes: int, num_rows: int, of_rows: int) -> int:
@@ -168,53 +182,87 @@ def _tail(profile: Profile) -> _Tail | None:
 
 
 def _matched(graph: Graph, logits: int, loss: int) -> _Tail | None:
-    reads, readers = graph.ops[loss].reads, _readers(graph)
-    if len(reads) != 2:
+    readers = _readers(graph)
+    if len(graph.ops[loss].reads) != 2:
         # Classes have weights.
         return None
-    scores, labels = (value.storage for value in reads)
+    read, labels = (value.storage for value in graph.ops[loss].reads)
+    recast, scores = _before_cast(graph, read)
     forward = graph.storages[scores].birth
-    backward = [op for op in readers.get(scores, ()) if op not in (forward, loss)]
     if forward < 0 or graph.ops[forward].name != _SCORES or len(graph.ops[forward].reads) != 1:
         return None
+    both = sorted({*readers.get(read, ()), *readers.get(scores, ())})
+    backward = [op for op in both if op not in (loss, *recast)]
     if [graph.ops[op].name for op in backward] != [_LOSS_BACKWARD, _SCORES_BACKWARD]:
         return None
     of_loss, of_scores = backward
     made = [*graph.births(of_loss), *graph.births(of_scores)]
-    if len(made) != 2 or readers.get(made[0]) != [of_scores]:
+    if len(made) != 2:
         return None
-    ops = forward, loss, of_loss, of_scores
-    passing: tuple[int, ...] = scores, made[0]
+    rising, gradient = made
+    skipped: tuple[int, ...] = ()
+    if recast:
+        back = _only_cast(graph, readers, rising)
+        if back is None:
+            return None
+        skipped, recast, rising = (read, rising), (*recast, back[0]), back[1]
+    if readers.get(rising) != [of_scores] or _is_written(graph, logits, forward, of_scores):
+        # Nor are logits that were written what they were, when backward comes.
+        return None
+    passing: tuple[int, ...] = scores, rising
     casts: tuple[int, ...] = ()
-    read, gradient = graph.ops[forward].reads[0].storage, made[1]
-    if read != logits:
-        found = _casts(graph, readers, logits, read, gradient)
+    given = graph.ops[forward].reads[0].storage
+    if given != logits:
+        found = _casts(graph, readers, logits, given, gradient)
         if found is None:
             return None
-        passing, (casts, gradient) = (*passing, read, gradient), found
-    after = graph.ops[forward + 1 : of_scores]
-    if any(value.storage == logits for op in after for value in op.writes):
-        # They are not what they were when backward comes.
-        return None
+        passing, (casts, gradient) = (*passing, given, gradient), found
     own = graph.storages[logits]
     is_free = own.birth >= 0 and own.death < of_loss
-    is_in_place = is_free and own.nbytes >= graph.storages[gradient].nbytes
-    return _Tail(ops, casts, logits, labels, gradient, passing, is_in_place)
+    return _Tail(
+        ops=(forward, loss, of_loss, of_scores),
+        casts=casts,
+        recasts=recast,
+        logits=logits,
+        labels=labels,
+        gradient=gradient,
+        passing=passing,
+        skipped=skipped,
+        is_in_place=is_free and own.nbytes >= graph.storages[gradient].nbytes,
+    )
+
+
+def _is_written(graph: Graph, storage: int, after: int, before: int) -> bool:
+    ops = graph.ops[after + 1 : before]
+    return any(value.storage == storage for op in ops for value in op.writes)
+
+
+def _before_cast(graph: Graph, storage: int) -> tuple[tuple[int, ...], int]:
+    """The op that has cast something into a storage, and what; else none, and the storage."""
+    birth = graph.storages[storage].birth
+    if birth < 0 or graph.ops[birth].name != _CAST or len(graph.ops[birth].reads) != 1:
+        return (), storage
+    return (birth,), graph.ops[birth].reads[0].storage
+
+
+def _only_cast(graph: Graph, readers: dict[int, list[int]], storage: int) -> tuple[int, int] | None:
+    """The cast that is all that is made of a storage, and what comes of it."""
+    ops = readers.get(storage, ())
+    if len(ops) != 1 or graph.ops[ops[0]].name != _CAST:
+        return None
+    made = list(graph.births(ops[0]))
+    return (ops[0], made[0]) if len(made) == 1 else None
 
 
 def _casts(
-    graph: Graph, readers: dict[int, list[int]], logits: int, cast: int, gradient: int
+    graph: Graph, readers: dict[int, list[int]], logits: int, given: int, gradient: int
 ) -> tuple[tuple[int, int], int] | None:
     """The two casts around a loss, of its logits and of their gradient, and the gradient then."""
-    before, after = graph.storages[cast].birth, readers.get(gradient, ())
-    if before < 0 or len(after) != 1 or len(readers.get(cast, ())) != 1:
+    before, read = _before_cast(graph, given)
+    after = _only_cast(graph, readers, gradient)
+    if read != logits or not before or after is None or len(readers.get(given, ())) != 1:
         return None
-    ops = graph.ops[before], graph.ops[after[0]]
-    made = list(graph.births(after[0]))
-    is_of_logits = [value.storage for value in ops[0].reads] == [logits]
-    if not is_of_logits or {op.name for op in ops} != {_CAST} or len(made) != 1:
-        return None
-    return (before, after[0]), made[0]
+    return (before[0], after[0]), after[1]
 
 
 def _readers(graph: Graph) -> dict[int, list[int]]:

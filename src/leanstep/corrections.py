@@ -42,11 +42,13 @@ def with_cpu_seconds(profile: Profile, plan: Plan, verdict: Verdict) -> Profile 
     is_counted = profile.is_compiled or profile.issue_seconds > 0
     if is_counted or not plan.changed or not verdict.waits_for_cpu:
         return None
-    extra_seconds = verdict.measured_seconds - verdict.baseline_seconds
+    # A loss in chunks, which may save time, is not what runs again.
+    of_loss = 0.0 if plan.loss is None else plan.loss.extra_seconds
+    extra_seconds = verdict.measured_seconds - verdict.baseline_seconds - of_loss
     issue_seconds = verdict.issue_seconds
     for _ in range(_ROUNDS):
-        found = simulate(profile.waiting_for_cpu(issue_seconds), plan).extra_seconds
-        if found <= 0:
+        found = simulate(profile.waiting_for_cpu(issue_seconds), plan).extra_seconds - of_loss
+        if min(found, extra_seconds) <= 0:
             return None
         issue_seconds *= extra_seconds / found
     return profile.waiting_for_cpu(issue_seconds)

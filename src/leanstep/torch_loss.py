@@ -25,15 +25,28 @@ REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How torch makes scores of logits: `cast` before that, or made wider by the op itself."""
+    """How torch makes scores of logits and reads them, and where autocast casts.
+
+    Either the logits before (`cast`), or in the op that makes the scores (`is_widened`), or what
+    the loss reads of the scores (`recast`): CUDA has them in 16 bits, and a loss of those in 32.
+    """
 
     cast: torch.dtype | None
     is_widened: bool
+    recast: torch.dtype | None = None
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
         """The scores of some rows."""
         rows = logits if self.cast is None else logits.to(self.cast)
         return torch._log_softmax(rows, 1, self.is_widened)
+
+    def scores_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The type of the scores of logits of a type."""
+        return self.cast or (torch.float32 if self.is_widened else dtype)
+
+    def read(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scores as the loss has them."""
+        return scores if self.recast is None else scores.to(self.recast)
 
     def gradient(
         self, rising: torch.Tensor, scores: torch.Tensor, dtype: torch.dtype
@@ -73,13 +86,15 @@ def way_of(logits: torch.Tensor, labels: torch.Tensor) -> Way | None:
         while node is not None:
             names.append(type(node).__name__)
             if names[-1] == "LogSoftmaxBackward0":
-                wide = node._saved_result.dtype  # type: ignore[attr-defined]
+                made = node._saved_result.dtype  # type: ignore[attr-defined]
             node = node.next_functions[0][0] if node.next_functions else None
     match names:
         case ["NllLossBackward0", "LogSoftmaxBackward0", "AccumulateGrad"]:
-            return Way(None, wide is not logits.dtype)
+            return Way(None, made is not logits.dtype)
         case ["NllLossBackward0", "LogSoftmaxBackward0", "ToCopyBackward0", "AccumulateGrad"]:
-            return Way(wide, False)
+            return Way(made, False)
+        case ["NllLossBackward0", "ToCopyBackward0", "LogSoftmaxBackward0", "AccumulateGrad"]:
+            return Way(None, made is not logits.dtype, loss.dtype)
         case _:
             return None
 

@@ -41,6 +41,35 @@ def lab() -> Iterator[SimpleNamespace]:
 
 
 @pytest.fixture
+def cross_entropy_as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores in the type of the logits, cast to float32 for the loss: so CUDA's autocast has it."""
+    functional = torch.nn.functional
+
+    def cross_entropy(
+        input,
+        target,
+        weight=None,
+        size_average=None,
+        ignore_index=-100,
+        reduce=None,
+        reduction="mean",
+        label_smoothing=0.0,
+    ):
+        if torch.overrides.has_torch_function((input, target)):
+            given = input, target, weight, size_average, ignore_index, reduce, reduction
+            return torch.overrides.handle_torch_function(
+                functional.cross_entropy, (input, target), *given, label_smoothing
+            )
+        with torch.autocast("cpu", enabled=False):
+            scores = functional.log_softmax(input, 1).float()
+            return functional.nll_loss(
+                scores, target, ignore_index=ignore_index, reduction=reduction
+            )
+
+    monkeypatch.setattr(functional, "cross_entropy", cross_entropy)
+
+
+@pytest.fixture
 def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let graphs of compiled blocks run op by op: a compiler of C++ takes seconds for each."""
     torch._dynamo.reset()

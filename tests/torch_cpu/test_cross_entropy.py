@@ -64,6 +64,38 @@ def test_so_they_have_under_autocast(dtype, words):
         assert_same_bits(logits, labels)
 
 
+@pytest.fixture
+def first_use(monkeypatch):
+    """How torch computes a cross entropy is not known yet."""
+    monkeypatch.setattr(engine, "_ways", {})
+
+
+@pytest.mark.usefixtures("first_use", "cross_entropy_as_on_cuda")
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_so_they_have_where_the_scores_are_cast_and_not_the_logits(dtype, reduction):
+    logits, labels = logits_and_labels(dtype, ignored=0)
+
+    assert runs_in_rows(leanstep.cross_entropy, logits, labels, reduction=reduction)
+    assert_same_bits(logits, labels, reduction=reduction, ignore_index=0)
+    if dtype is not torch.float32:
+        assert engine._way(logits, labels).recast is torch.float32
+
+
+@pytest.mark.usefixtures("first_use", "cross_entropy_as_on_cuda")
+def test_several_gradients_may_be_taken_at_once_there_and_one_of_the_gradient():
+    inputs, labels = logits_and_labels(torch.bfloat16)
+    found = []
+    for function in (functional.cross_entropy, leanstep.cross_entropy):
+        loss = function(inputs * 2, labels, reduction="none")
+        given = torch.eye(loss.numel())[:3]
+        found += torch.autograd.grad(loss, inputs, given, is_grads_batched=True, retain_graph=True)
+        (once,) = torch.autograd.grad(loss.sum(), inputs, create_graph=True)
+        found += torch.autograd.grad(once.square().sum(), inputs)
+
+    assert torch.equal(found[0], found[2]) and torch.allclose(found[1], found[3])
+
+
 def test_backward_may_run_outside_of_autocast():
     logits, labels = logits_and_labels(torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
@@ -273,12 +305,6 @@ def test_what_hooks_have_taken_stays_as_it_is():
     loss.backward()
 
     assert all(map(torch.equal, taken, before)) and len(taken) >= 3
-
-
-@pytest.fixture
-def first_use(monkeypatch):
-    """How torch computes a cross entropy is not known yet."""
-    monkeypatch.setattr(engine, "_ways", {})
 
 
 @pytest.mark.usefixtures("first_use")

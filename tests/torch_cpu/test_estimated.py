@@ -329,14 +329,17 @@ def test_autocast_of_cuda_casts_as_cuda_does() -> None:
         layers["aten._to_copy.default"]
         > Counter(c.signature for c in plain.costs)["aten._to_copy.default"]
     )
-    # The loss is computed in float32 straight from the logits, which get a gradient of 16 bits.
-    (loss,) = [op for op in profile.graph.ops if op.name == "aten._log_softmax.default"]
-    (made,) = [profile.graph.storages[value.storage] for value in loss.writes]
-    assert made.nbytes == 4 * 32 * 512 * 4
-    (back,) = [
-        op for op in profile.graph.ops if op.name == "aten._log_softmax_backward_data.default"
-    ]
-    assert back.rise_bytes == made.nbytes / 2
+    # Scores have the type of the logits, and the loss is computed of a cast of them.
+    graph = profile.graph
+    (loss,) = [op for op in graph.ops if op.name == "aten.nll_loss_forward.default"]
+    read = graph.storages[loss.reads[0].storage]
+    cast = graph.ops[read.birth]
+    assert cast.name == "aten._to_copy.default" and read.nbytes == 4 * 32 * 512 * 4
+    scores = graph.storages[cast.reads[0].storage]
+    assert graph.ops[scores.birth].name == "aten._log_softmax.default"
+    assert scores.nbytes == read.nbytes / 2
+    (back,) = [op for op in graph.ops if op.name == "aten._log_softmax_backward_data.default"]
+    assert back.rise_bytes == scores.nbytes
 
 
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])

@@ -1,5 +1,6 @@
 """A step whose loss is computed some rows at a time: planned, applied, and with the same bits."""
 
+import functools
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 import leanstep
+from leanstep import models
 from leanstep.chunks import FLOAT_BYTES, rows_in_chunk
 from leanstep.engines import loss as engine
 from leanstep.engines.attach import is_attached
@@ -76,6 +78,7 @@ LOSSES = {
     "then clipped": clipped_after,
     "a part": on_a_part,
     "under hooks": under_hooks,
+    "narrow": lambda _, x, y: functional.cross_entropy(x.bfloat16(), y),
     "in two": lambda _, x, y: functional.nll_loss(functional.log_softmax(x, 1), y),
 }
 
@@ -136,6 +139,41 @@ def test_a_fit_computes_the_loss_in_chunks(way, is_autocast):
     assert "rows at a time" in str(fitted)
     fitted.remove()
     assert not any(is_attached(module) for module in model.modules())
+
+
+@pytest.mark.usefixtures("cross_entropy_as_on_cuda")
+def test_so_does_one_whose_scores_are_cast_for_the_loss(monkeypatch):
+    monkeypatch.setattr(engine, "_ways", {})
+    model, batch = reading("narrow")
+
+    fitted = leanstep.fit(model, batch, budget="60%")
+
+    assert fitted.plan.loss is not None and fitted.applied.rounds.window.runs > 0
+    names = [op.name for op in fitted.profile.graph.ops]
+    scores = names.index("aten._log_softmax.default")
+    assert names[scores + 1] == "aten._to_copy.default"
+    verdict = fitted.verdict
+    assert verdict.within_budget and not verdict.different
+    assert verdict.measured_peak_bytes <= verdict.predicted_peak_bytes
+    assert verdict.predicted_peak_bytes < 1.02 * verdict.measured_peak_bytes
+
+
+def test_a_loss_that_saves_time_in_chunks_is_taken_where_the_budget_is_no_matter():
+    """Where casts of all the scores are spared, it is faster than the whole."""
+    profile = leanstep.profile(
+        functools.partial(models.build, "gpt2-tiny", autocast="bf16"), device="h200"
+    )
+    dear = replace(
+        profile,
+        costs=tuple(
+            replace(cost, seconds=1.0) if cost.signature.startswith("aten._to_copy") else cost
+            for cost in profile.costs
+        ),
+    )
+
+    plan = leanstep.plan(dear, "100%")
+
+    assert plan.loss is not None and plan.extra_seconds == plan.loss.extra_seconds < -1
 
 
 def test_without_it_the_same_budget_is_refused():

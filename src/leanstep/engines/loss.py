@@ -185,7 +185,7 @@ class _InChunks(torch.autograd.Function):
         kept: torch.Tensor | None = None
         for start in range(0, len(logits), num_rows):
             rows = slice(start, start + num_rows)
-            part = way.scores(logits[rows]).gather(1, places[rows])
+            part = way.read(way.scores(logits[rows]).gather(1, places[rows]))
             kept = part.new_empty(len(logits)) if kept is None else kept
             kept[rows] = part[:, 0]
         assert kept is not None, "there is more than a chunk"
@@ -222,7 +222,8 @@ def _by_chunks(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
     # The gradient of scores is zero but at each row's label.
     places = labels.masked_fill(labels == ctx.ignored, 0)
     own = gradients_of_kept(gradient, labels, ctx.reduction, ctx.ignored, total, ctx.dtype)
-    rising = torch.zeros(ctx.num_rows, logits.shape[1], dtype=ctx.dtype, device=logits.device)
+    own = own.to(ctx.way.scores_dtype(logits.dtype))
+    rising = torch.zeros(ctx.num_rows, logits.shape[1], dtype=own.dtype, device=logits.device)
     lines = torch.arange(ctx.num_rows, device=logits.device)
     for start in range(0, len(logits), ctx.num_rows):
         rows = slice(start, start + ctx.num_rows)
@@ -242,17 +243,18 @@ def _at_once(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
     """The same for several gradients in one, as `vmap` hands them over."""
     logits, labels, total = ctx.saved_tensors
     scores = ctx.way.scores(logits)
-    rising = scores_gradient(gradient, scores, labels, ctx.reduction, ctx.ignored, total)
-    return cast(torch.Tensor, ctx.way.gradient(rising, scores, logits.dtype))
+    read = ctx.way.read(scores)
+    rising = scores_gradient(gradient, read, labels, ctx.reduction, ctx.ignored, total)
+    return cast(torch.Tensor, ctx.way.gradient(rising.to(scores.dtype), scores, logits.dtype))
 
 
 def _twice_differentiable(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
     """The same as a whole, by torch's own ops: somebody wants the gradient of the gradient."""
     logits, labels, _ = ctx.saved_tensors
     with torch.autocast(logits.device.type, enabled=False):
-        scores = functional.log_softmax(logits, 1, dtype=ctx.dtype)
+        scores = functional.log_softmax(logits, 1, dtype=ctx.way.scores_dtype(logits.dtype))
         loss = functional.nll_loss(
-            scores, labels, reduction=ctx.reduction, ignore_index=ctx.ignored
+            scores.to(ctx.dtype), labels, reduction=ctx.reduction, ignore_index=ctx.ignored
         )
         found: torch.Tensor = torch.autograd.grad(loss, logits, gradient, create_graph=True)[0]
     return found

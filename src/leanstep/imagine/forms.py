@@ -85,23 +85,26 @@ def softmax(
 
 def cross_entropy_loss(
     func: Original,
-    scores: torch.Tensor,
+    input: torch.Tensor,
     target: torch.Tensor,
     weight: torch.Tensor | None = None,
     reduction: int = 1,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Under autocast a log-softmax in float32 straight from scores of 16 bits."""
+    """Under autocast scores in the type of the logits, cast for the loss of them.
+
+    The CPU's autocast casts the logits.
+    """
     rest = (target, weight, reduction, ignore_index, label_smoothing)
-    if not (torch.is_autocast_enabled("cpu") and is_low(scores)):
-        return func(scores, *rest)
+    if not (torch.is_autocast_enabled("cpu") and is_low(input)):
+        return func(input, *rest)
     with torch.autocast("cpu", enabled=False):
         if target.is_floating_point() or label_smoothing:
-            return func(scores.float(), *rest)
-        chances = softmax_to_float32_of(scores, min(scores.dim() - 1, 1), is_log=True)
+            return func(input, *rest)
+        scores = functional.log_softmax(input, min(input.dim() - 1, 1))
         return functional.nll_loss(
-            chances,
+            scores.float(),
             target,
             weight,
             ignore_index=ignore_index,

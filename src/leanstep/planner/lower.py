@@ -123,9 +123,10 @@ def _loss_notes(profile: Profile, loss: LossInChunks | None) -> Iterator[str]:
     if profile.whole_loss:
         yield f"the loss is not computed in chunks: {profile.whole_loss}"
     if loss is not None:
-        freed, paid = format_bytes(loss.freed_bytes), format_seconds(loss.extra_seconds)
+        freed, paid = format_bytes(loss.freed_bytes), format_seconds(abs(loss.extra_seconds))
+        gain = f"{freed} less for {paid}" if loss.extra_seconds > 0 else f"{freed} and {paid} less"
         yield (
-            f"the loss is computed {loss.num_rows} rows at a time: {freed} less for {paid} "
+            f"the loss is computed {loss.num_rows} rows at a time: {gain} "
             "(chunks=False computes it as a whole)"
         )
 

@@ -211,7 +211,7 @@ def plan_in(
     problem, other = space.problem, space.chunked if chunks else None
     is_needed = problem.peak_bytes(problem.kept) > budget_bytes
     chunked = None
-    if is_needed and other is not None:
+    if other is not None and (is_needed or other.loss_seconds < 0):
         chunked = _plan_in(other, budget_bytes, own, offload=offload)
     if chunked is not None:
         # Mostly the other cannot be better, and to say so takes less than to plan it.
