@@ -55,8 +55,8 @@ _SEEN_TO = (
 )
 # The same, from torch 2.12 on.
 _SEEN_TO_LATER = ("act_input_indices",)
-# The versions of torch whose wrappers were read.
-_READ = ("2.11", "2.12", "2.13")
+# The versions of torch whose wrappers and programs were read.
+READ_VERSIONS = ("2.11", "2.12", "2.13")
 
 
 class Parts:
@@ -116,7 +116,7 @@ def is_plain(metadata: Any) -> bool:
     """Whether AOTAutograd's wrappers have nothing to see to but what `Halves` says."""
     from torch._functorch._aot_autograd.schemas import OutputType, PlainTensorMeta
 
-    if not torch.__version__.startswith(_READ):
+    if not torch.__version__.startswith(READ_VERSIONS):
         return False
     seen_to = [getattr(metadata, name) for name in _SEEN_TO]
     seen_to += [getattr(metadata, name, None) for name in _SEEN_TO_LATER]

@@ -17,6 +17,7 @@ import torch.fx
 
 from leanstep.torch_autograd import Halves, Parts, Run
 from leanstep.torch_private import active_compiler
+from leanstep.torch_programs import ShortProgram
 
 # A joint graph of forward and backward in, a graph of each out: (joint, number of outputs of
 # forward, places of inputs that stay where they are) -> (forward, backward).
@@ -64,7 +65,9 @@ def compile_with_inductor(
         wrapped = None if wrap is None else wrap(part, is_backward)
         parts.begin(part, is_backward)
         compiled: Any = compile_fx_inner(part, part_inputs, **choices)
-        run = compiled if wrapped is None else _boxed(wrapped(compiled))
+        # Hooks of the user's may hand backward another layout than was saved.
+        short = ShortProgram(compiled, is_guarded=not is_backward)
+        run = short if wrapped is None else _boxed(wrapped(short))
         parts.end(is_backward, run)
         return run
 
@@ -202,8 +205,7 @@ def compile_alone_with_inductor(graph: torch.fx.GraphModule, settings: dict[str,
     # A context of its own: that of the capture knows the layouts of another graph.
     with config.patch(patches), tracing(TracingContext(detect_fake_mode(inputs))):
         compiled: Any = compile_fx_inner(graph, inputs)
-    run: Run = compiled
-    return run
+    return ShortProgram(compiled)
 
 
 def result_strides(compiled: Any) -> list[tuple[int, ...] | None]:

@@ -27,6 +27,7 @@ PLANNER = SOLVERS | {"planner"}
 DEVICE = REBUILD | {
     "torch_private",
     "torch_autograd",
+    "torch_programs",
     "torch_compiler",
     "torch_interpreter",
     "torch_precision",
@@ -63,7 +64,8 @@ MAY_IMPORT = {
     "condense": IR,
     "torch_private": BASE,
     "torch_autograd": BASE | {"torch_private"},
-    "torch_compiler": BASE | {"torch_private", "torch_autograd"},
+    "torch_programs": BASE | {"torch_autograd"},
+    "torch_compiler": BASE | {"torch_private", "torch_autograd", "torch_programs"},
     "torch_interpreter": BASE,
     "torch_precision": BASE,
     "torch_loss": BASE | {"torch_private"},
@@ -120,7 +122,7 @@ TORCH = {
     ),
     *("eager", "owners", "generators", "torch_compiler", "forms", "outcome", "study", "checkup"),
     *("cutter", "firststep", "lazy", "sharing", "reduction", "torch_interpreter"),
-    *("torch_precision", "torch_autograd", "torch_loss"),
+    *("torch_precision", "torch_autograd", "torch_loss", "torch_programs"),
 }
 WITHOUT_TORCH = (
     "corrections",

@@ -1,7 +1,7 @@
 """Names of torch that begin with an underscore are used in torch_private.py, the compiler's in
-torch_compiler.py, those of nodes of autograd in torch_autograd.py, those of the interpreter of
-graphs in torch_interpreter.py, those of float32's precision in torch_precision.py, those of a cross
-entropy in torch_loss.py.
+torch_compiler.py, those of the programs that it makes in torch_programs.py, those of nodes of
+autograd in torch_autograd.py, those of the interpreter of graphs in torch_interpreter.py, those of
+float32's precision in torch_precision.py, those of a cross entropy in torch_loss.py.
 
 They change between versions of torch; that file says what each is for and which versions have it.
 """
@@ -17,6 +17,7 @@ HOMES = (
     "torch_private.py",
     "torch_autograd.py",
     "torch_compiler.py",
+    "torch_programs.py",
     "torch_interpreter.py",
     "torch_precision.py",
     "torch_loss.py",
