@@ -157,7 +157,8 @@ def is_batched(tensor: torch.Tensor) -> bool:
 
 def unhooked() -> AbstractContextManager[None]:
     """Keep what autograd saves from hooks that others have set."""
-    return torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+    # A node that saved its own result as it is would hold itself, and nobody would ever free both.
+    return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda saved: saved)
 
 
 @contextmanager
