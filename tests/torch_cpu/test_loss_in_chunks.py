@@ -1,6 +1,7 @@
 """A step whose loss is computed some rows at a time: planned, applied, and with the same bits."""
 
 import functools
+import inspect
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from leanstep import models
 from leanstep.chunks import FLOAT_BYTES, rows_in_chunk
 from leanstep.engines import loss as engine
 from leanstep.engines.attach import is_attached
-from leanstep.errors import BudgetError
+from leanstep.errors import BudgetError, InputError
 from leanstep.planner.whole import _plan_in, prepare
 from leanstep.solvers.registry import find_solver
 
@@ -192,6 +193,45 @@ def test_a_loss_that_nobody_can_answer_stays_whole(way):
     fitted = leanstep.fit(model, batch, budget="98%")
 
     assert fitted.plan.loss is None and not fitted.verdict.different
+
+
+def test_a_model_with_a_forward_of_its_own_computes_it_in_chunks():
+    """So Accelerate has models whose precision is mixed."""
+    model, batch = reading()
+    plain = model.forward
+
+    def forward(*args, **kwargs):
+        with torch.autocast("cpu", torch.bfloat16):
+            return plain(*args, **kwargs)
+
+    model.forward = forward
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+
+    fitted = leanstep.fit(model, batch, budget="85%")
+
+    assert fitted.plan.loss is not None and not fitted.verdict.different
+    assert fitted.verdict.measured_peak_bytes <= fitted.verdict.predicted_peak_bytes
+    assert model.forward is forward
+    before = len(calls)
+    model(**batch)
+    assert len(calls) == before + 1
+    with pytest.raises(InputError, match="already fitted"):
+        leanstep.fit(model, batch, budget="85%")
+    fitted.remove()
+    assert type(model) is Reader and not is_attached(model)
+    assert model.forward is forward
+
+
+def test_the_arguments_of_a_fitted_model_can_be_asked_for():
+    """Transformers' Trainer drops the columns that it does not find there."""
+    model, batch = reading()
+    expected = inspect.signature(model.forward)
+
+    leanstep.fit(model, batch, budget="85%")
+
+    assert is_attached(model)
+    assert inspect.signature(model.forward) == expected
 
 
 def test_labels_may_be_a_part_of_something_larger():

@@ -113,7 +113,7 @@ def apply(model: torch.nn.Module, plan: Plan, *, refuse_at_first_call: bool = Fa
         if any(decision.engine is Engine.MODULE for decision in decisions):
             check_own(path)
     if plan.loss is not None:
-        _check_block(plan.loss.path, modules, is_stretch=False)
+        _check_free(plan.loss.path, modules)
         applied.rounds.window = Window(plan.loss)
     paths = ModulePaths(model, plan.model.evaluating)
     watch = SizeWatch(plan.peak_bytes, plan.movable_bytes, plan.budget_bytes)
@@ -156,11 +156,15 @@ def _by_path(plan: Plan) -> dict[str, list[Decision]]:
     return by_path
 
 
-def _check_block(path: str, modules: dict[str, torch.nn.Module], *, is_stretch: bool) -> None:
+def _check_free(path: str, modules: dict[str, torch.nn.Module]) -> None:
     if path not in modules:
         raise PlanError(f"the plan is for another model: this one has no module {path!r}")
     if is_attached(modules[path]):
         raise InputError(f"{path or 'the model'} is already fitted: call remove() first")
+
+
+def _check_block(path: str, modules: dict[str, torch.nn.Module], *, is_stretch: bool) -> None:
+    _check_free(path, modules)
     if not can_attach(modules[path]):
         raise PlanError(f"{path or 'the model'} has a forward of its own that cannot be wrapped")
     if is_stretch and type(modules[path]).forward is not torch.nn.Sequential.forward:

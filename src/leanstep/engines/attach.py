@@ -6,8 +6,10 @@ class and knows nothing of leanstep, and undoing is setting the class back.
 """
 
 import copyreg
+import inspect
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,21 +19,27 @@ from leanstep.eager import never_compiled
 Runner = Callable[[torch.nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 _runners: "weakref.WeakKeyDictionary[torch.nn.Module, Runner]" = weakref.WeakKeyDictionary()
-_subclasses: dict[type[torch.nn.Module], type[torch.nn.Module]] = {}
+# By the class that the user gave the module, and the method of it that we stand in front of.
+_subclasses: dict[tuple[type[torch.nn.Module], str], type[torch.nn.Module]] = {}
 _originals: dict[type[torch.nn.Module], type[torch.nn.Module]] = {}
 
 
 def attach(module: torch.nn.Module, runner: Runner) -> None:
-    """Let every call of the module's forward go through the runner."""
+    """Let every call of the module's forward go through the runner.
+
+    A module with a forward of its own, as Accelerate gives it one for mixed precision, does not ask
+    its class for that: there the runner runs it with its hooks.
+    """
     if _is_carried(module):
         _runners[module] = runner
         return
     original = original_class(module)
-    if original not in _subclasses:
-        subclass = _make_subclass(original)
-        _subclasses[original], _originals[subclass] = subclass, original
+    kind = original, "__call__" if "forward" in vars(module) else "forward"
+    if kind not in _subclasses:
+        subclass = _make_subclass(*kind)
+        _subclasses[kind], _originals[subclass] = subclass, original
     _runners[module] = runner
-    module.__class__ = _subclasses[original]
+    module.__class__ = _subclasses[kind]
 
 
 def detach(module: torch.nn.Module) -> None:
@@ -65,12 +73,20 @@ def can_attach(module: torch.nn.Module) -> bool:
     return not scripted and "forward" not in vars(module) and "__call__" not in vars(module)
 
 
-def _make_subclass(original: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _make_subclass(original: type[torch.nn.Module], name: str) -> type[torch.nn.Module]:
+    def through_runner(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Not before: somebody may have put another one there since.
+        run = getattr(original, name)
         runner = _runners.get(self)
         if runner is None:
-            return original.forward(self, *args, **kwargs)
-        return runner(self, original.forward, args, kwargs)
+            return run(self, *args, **kwargs)
+        return runner(self, run, args, kwargs)
+
+    through_runner.__name__ = name
+    with suppress(TypeError, ValueError):
+        # Others ask it which arguments the model takes: Transformers' Trainer drops the rest.
+        signature = inspect.signature(getattr(original, name))
+        through_runner.__signature__ = signature  # type: ignore[attr-defined]
 
     def reduce(self: torch.nn.Module, protocol: Any) -> Any:
         # What is copied or saved is a module of the user's class, loadable without leanstep.
@@ -87,7 +103,7 @@ def _make_subclass(original: type[torch.nn.Module]) -> type[torch.nn.Module]:
             "__module__": original.__module__,
             "__qualname__": original.__qualname__,
             "__doc__": original.__doc__,
-            "forward": never_compiled(forward),
+            name: never_compiled(through_runner),
             "__reduce_ex__": reduce,
         },
     )
