@@ -23,11 +23,13 @@ from contextlib import ExitStack
 import torch
 
 from leanstep.api import assemble, with_peak
+from leanstep.chunks import find_loss
 from leanstep.eager import uncompiled
 from leanstep.engines.apply import SequentialRuntime
 from leanstep.engines.attach import attach, can_attach, detach
 from leanstep.engines.scope import ModulePaths, Scope
 from leanstep.engines.witnessed import WitnessedBlock
+from leanstep.engines.witnessed_loss import WitnessedLoss
 from leanstep.errors import BudgetError, InputError
 from leanstep.ir import Block, Engine, Exclusion, Profile
 from leanstep.ir.check import check_graph
@@ -54,7 +56,7 @@ class FirstStep:
     `remove()`.
     """
 
-    def __init__(self, step: TrainingStep) -> None:
+    def __init__(self, step: TrainingStep, *, is_called: bool = True) -> None:
         has_gradients = any(p.grad is not None for p in step.parameters())
         self._step = dataclasses.replace(step, gradients_kept=has_gradients)
         self._signatures, self._company = Signatures(), Company(is_inside=True)
@@ -67,6 +69,7 @@ class FirstStep:
             has_optimizer=step.optimizer is not None,
         )
         self._recording.out_of_memory = self._out_of_memory
+        self._loss, self._is_called = WitnessedLoss(self._recording.aside), is_called
         self._other_bytes = 0
         self._tried: list[tuple[str, tuple[str, ...]]] = []
 
@@ -94,10 +97,14 @@ class FirstStep:
         self._open.enter_context(recording)
         # The model's own call has begun before there was a hook on it.
         recording.enter("", step.model)
+        self._loss.watch()
 
     def end_forward(self) -> None:
-        """Note that the model's call has ended, where no hook on it tells."""
-        self._recording.leave()
+        """Note that the model's call has ended."""
+        self._loss.leave()
+        if not self._is_called:
+            # No hook on it tells.
+            self._recording.leave()
 
     def begin_optimizer(self) -> None:
         """Note that the optimizer's step begins."""
@@ -124,15 +131,27 @@ class FirstStep:
             notes=(*draft.notes, RECORDED_LIVE),
             exclusions=tuple(dict.fromkeys(self._untried(draft.blocks))),
         )
+        draft = dataclasses.replace(draft, whole_loss=self._whole_loss(draft))
         return with_peak(draft, self._other_bytes, 0)
+
+    def _whole_loss(self, draft: Profile) -> str:
+        """Why the loss should not be computed in chunks, where it could be."""
+        loss = find_loss(draft)
+        if loss is None:
+            return ""
+        if not loss.path and not self._is_called:
+            return "its host trains without calling the model that computes it"
+        return self._loss.doubt
 
     def fail(self) -> None:
         """Stop watching, in the middle of a call: hooks may not be taken off there."""
         self._recording.has_failed = True
+        self._loss.leave()
         self._open.close()
 
     def abandon(self) -> None:
         """Leave the model as it was."""
+        self._loss.leave()
         self._open.close()
         self._hooks.close()
 

@@ -8,8 +8,9 @@ loss. Here neither is asked for: the first step of the user's own loop is record
 optimizer has stepped, the plan is made and applied, and nothing watches any more.
 
 What `fit` finds out by a dry run is found out in that first step too: every tensor that was dropped
-is compared with a checksum when it comes back. Not looked at is the untouched step's own peak; the
-plan's is that of the recorder's account.
+is compared with a checksum when it comes back, and a loss that chunks are possible for is computed
+in chunks as well. Not looked at is the untouched step's own peak; the plan's is that of the
+recorder's account.
 """
 
 import sys
@@ -55,7 +56,7 @@ class Lean:
         self._handles: list[Any] = []
         self._optimizer_handles: list[Any] = []
         self._taken = Taken()
-        self._takes_over = False
+        self._takes_over = self._is_called = False
 
     def __str__(self) -> str:
         """The plan as a table, or that there is none yet."""
@@ -96,7 +97,7 @@ class Lean:
             return
         self.remove()
         self._optimizer = _innermost(optimizer)
-        self._takes_over = takeover
+        self._takes_over, self._is_called = takeover, calls
         if calls:
             self._handles = [
                 self.model.register_forward_pre_hook(
@@ -151,7 +152,8 @@ class Lean:
         if not self._taken.put_back:
             with taken_over(self.model, self._takes_over) as self._taken:
                 refuse_fitted(self.model)
-        self._first = FirstStep(make_step(self.model, batch, None, self._optimizer))
+        step = make_step(self.model, batch, None, self._optimizer)
+        self._first = FirstStep(step, is_called=self._is_called)
         try:
             self._first.begin()
         except BaseException:
@@ -159,8 +161,10 @@ class Lean:
             raise
 
     def _after_call(self, model: torch.nn.Module, args: Any, result: Any) -> None:
-        has_raised = result is None and sys.exc_info()[0] is not None
-        if has_raised and self._first is not None:
+        if self._first is None:
+            return
+        self._first.end_forward()
+        if result is None and sys.exc_info()[0] is not None:
             # Whoever catches that may try again with a smaller batch.
             self._first.fail()
 
@@ -200,6 +204,7 @@ def lean(
     budget: str | int = "60%",
     solver: str | Solver = "auto",
     overrides: Mapping[str, str] | None = None,
+    chunks: bool = True,
     takeover: bool = False,
 ) -> Lean:
     """Let a model plan itself from the first step of the loop it trains in, with the same numbers.
@@ -215,6 +220,7 @@ def lean(
         budget: as for `fit`; a share is of the unplanned peak.
         solver: as for `fit`.
         overrides: as for `fit`; so are marks.
+        chunks: as for `fit`; the first step compares the loss in chunks with the whole.
         takeover: switch off checkpointing that the model has when it is first called.
 
     Raises:
@@ -237,8 +243,7 @@ def lean(
             engine="replay",
             overrides=overrides,
             offload=False,
-            # No later step is measured, to see whether it was right.
-            chunks=False,
+            chunks=chunks,
         )
 
     lazy = Lean(model, make_plan)

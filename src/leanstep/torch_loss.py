@@ -14,7 +14,9 @@ from torch.nn import functional
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode,
+    _pop_mode,
     _pop_mode_temporarily,
+    _push_mode,
 )
 
 from leanstep.torch_private import past_every_mode
@@ -169,3 +171,15 @@ def stepping_aside(mode: TorchFunctionMode) -> Iterator[None]:
         return
     with _pop_mode_temporarily():
         yield
+
+
+def taken_off(mode: TorchFunctionMode) -> None:
+    """Take a mode off that was entered; others may have been entered since, and stay."""
+    above = []
+    while (top := _get_current_function_mode()) is not None:
+        _pop_mode()
+        if top is mode:
+            break
+        above.append(top)
+    for other in reversed(above):
+        _push_mode(other)

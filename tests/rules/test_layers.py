@@ -84,7 +84,7 @@ MAY_IMPORT = {
     "profiler": RECORDER | {"profiler"},
     "imagine": RECORDER | {"imagine"},
     "estimator": RECORDER | {"owners", "effects", "simulator", "marks", "profiler", "imagine"},
-    "engines": RECORDER | {"engines", "chunks"},
+    "engines": RECORDER | {"engines", "chunks", "outcome"},
     "forms": RECORDER | {"condense", "profiler", "engines", "forms", "outcome"},
     "outcome": DEVICE,
     "verifier": RECORDER | {"simulator", "engines", "outcome"},

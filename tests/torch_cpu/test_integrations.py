@@ -26,9 +26,9 @@ def make_bert():
     return transformers.BertForSequenceClassification(config)
 
 
-def make_llama():
+def make_llama(words=97):
     config = transformers.LlamaConfig(
-        vocab_size=97,
+        vocab_size=words,
         hidden_size=32,
         num_hidden_layers=4,
         num_attention_heads=4,
@@ -103,6 +103,32 @@ def test_trainer_with_the_callback_trains_the_same_numbers(make, settings, tmp_p
     callback.lean.remove()
     is_on = [getattr(module, "gradient_checkpointing", False) for module in model.modules()]
     assert any(is_on) == bool(settings.get("gradient_checkpointing"))
+
+
+def make_talkative():
+    return make_llama(words=4096)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"bf16": True}, {"bf16": True, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5}],
+    ids=str,
+)
+def test_trainer_computes_the_loss_in_chunks(settings, tmp_path) -> None:
+    from leanstep.integrations.transformers import LeanCallback
+
+    expected = train(make_talkative(), tmp_path / "plain", **settings)
+    callback = LeanCallback(budget="75%")
+
+    got = train(make_talkative(), tmp_path / "lean", [callback], **settings)
+
+    assert_same(expected, got)
+    lean = callback.lean
+    assert lean.plan.loss is not None and lean._applied.rounds.window.runs > 0
+    # With the loss as a whole there is hardly anything to win.
+    whole = LeanCallback(budget="75%", chunks=False)
+    with pytest.raises(leanstep.BudgetError):
+        train(make_talkative(), tmp_path / "whole", [whole], **settings)
 
 
 def test_trainer_that_compiles_trains_the_same_numbers(tmp_path) -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from encoders import encoding
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -88,31 +89,6 @@ def reading(way="plain"):
     torch.manual_seed(5)
     model = Reader(way)
     tokens = torch.randint(4096, (8, 64))
-    return model, {"tokens": tokens, "labels": tokens.roll(1, 1)}
-
-
-class Encoder(nn.Module):
-    """Blocks that can be planned, and a loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.words = nn.Embedding(1024, 32)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in range(3)
-        )
-        self.head = nn.Linear(32, 1024)
-
-    def forward(self, tokens, labels):
-        hidden = self.words(tokens)
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
-
-
-def encoding():
-    torch.manual_seed(7)
-    model = Encoder()
-    tokens = torch.randint(1024, (8, 64))
     return model, {"tokens": tokens, "labels": tokens.roll(1, 1)}
 
 

@@ -9,6 +9,7 @@ that are shares, images.
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -66,7 +67,7 @@ def cross_entropy(
     found = None
     if input.dim() == 2 and not is_traced():
         num_rows = rows_in_chunk(max(1, len(input)), FLOAT_BYTES * input.numel())
-        found = _by_rows(num_rows, dict(zip(_NAMES, given, strict=True)))
+        found = by_rows(num_rows, dict(zip(_NAMES, given, strict=True)))
     return functional.cross_entropy(*given) if found is None else found
 
 
@@ -96,7 +97,7 @@ class Window(TorchFunctionMode):
     ) -> Any:
         """Stand in front of every function of torch, for one of them."""
         if func is functional.cross_entropy:
-            found = _by_rows(self._num_rows, _by_name(args, kwargs or {}))
+            found = by_rows(self._num_rows, by_name(args, kwargs or {}))
             if found is not None:
                 self.runs += 1
                 return found
@@ -107,7 +108,7 @@ class Window(TorchFunctionMode):
         return stepping_aside(self)
 
 
-def _by_name(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def by_name(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a cross entropy; torch itself says what is wrong with others."""
     try:
         given = _SIGNATURE.bind(*args, **kwargs)
@@ -118,23 +119,29 @@ def _by_name(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]
     return given.arguments
 
 
-def _by_rows(num_rows: int, given: Mapping[str, Any]) -> torch.Tensor | None:
+def by_rows(num_rows: int, given: Mapping[str, Any]) -> torch.Tensor | None:
     """The loss, or None where it is not one for rows."""
     input, target = given["input"], given["target"]
-    if not is_plain(given) or not _are_rows(input, target) or len(input) <= num_rows:
-        return None
-    way = _way(input, target)
+    way = known_way(num_rows, given)
     if way is None:
         return None
-    choices = way, num_rows, given["reduction"], given["ignore_index"]
+    how = Rows(way, num_rows, given["reduction"], given["ignore_index"])
     try:
-        loss: torch.Tensor = _InChunks.apply(input, target, *choices)[0]  # type: ignore[no-untyped-call]
+        loss: torch.Tensor = _InChunks.apply(input, target, how)[0]  # type: ignore[no-untyped-call]
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
         # A label that is no class, say: torch has its own words for it.
         return None
     return loss
+
+
+def known_way(num_rows: int, given: Mapping[str, Any]) -> Way | None:
+    """How torch makes a loss, or None where it is not one for rows."""
+    input, target = given["input"], given["target"]
+    if not is_plain(given) or not _are_rows(input, target) or len(input) <= num_rows:
+        return None
+    return _way(input, target)
 
 
 def _are_rows(logits: torch.Tensor, labels: torch.Tensor) -> bool:
@@ -162,6 +169,16 @@ def _way(logits: torch.Tensor, labels: torch.Tensor) -> Way | None:
     return _ways[key]
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A loss that is computed `num_rows` rows at a time: how torch makes it, and of which rows."""
+
+    way: Way
+    num_rows: int
+    reduction: str
+    ignored: int
+
+
 class _InChunks(torch.autograd.Function):
     """Cross entropy that saves the logits, and never has the scores of all rows at once.
 
@@ -175,27 +192,23 @@ class _InChunks(torch.autograd.Function):
         ctx: Any,
         logits: torch.Tensor,
         labels: torch.Tensor,
-        way: Way,
-        num_rows: int,
-        reduction: str,
-        ignored: int,
+        how: Rows,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # The score of each row's label is all that the loss reads.
-        places = labels.masked_fill(labels == ignored, 0)[:, None]
+        places = labels.masked_fill(labels == how.ignored, 0)[:, None]
         kept: torch.Tensor | None = None
-        for start in range(0, len(logits), num_rows):
-            rows = slice(start, start + num_rows)
-            part = way.read(way.scores(logits[rows]).gather(1, places[rows]))
+        for start in range(0, len(logits), how.num_rows):
+            rows = slice(start, start + how.num_rows)
+            part = how.way.read(how.way.scores(logits[rows]).gather(1, places[rows]))
             kept = part.new_empty(len(logits)) if kept is None else kept
             kept[rows] = part[:, 0]
         assert kept is not None, "there is more than a chunk"
         del places
-        loss, total = loss_of(kept, labels, reduction, ignored)
+        loss, total = loss_of(kept, labels, how.reduction, how.ignored)
         again = logits.detach()
         ctx.save_for_backward(again, labels, total)
         ctx.set_materialize_grads(False)
-        ctx.way, ctx.num_rows, ctx.reduction, ctx.ignored = way, num_rows, reduction, ignored
-        ctx.dtype, ctx.alone = kept.dtype, holders_when_alone(logits)
+        ctx.how, ctx.dtype, ctx.alone = how, kept.dtype, holders_when_alone(logits)
         return loss, again
 
     @staticmethod
@@ -209,7 +222,7 @@ class _InChunks(torch.autograd.Function):
                 compute = _at_once
             found = compute(ctx, gradient)
             found = found if again is None else found + again
-        return found, *(None,) * 5
+        return found, None, None
 
 
 def _by_chunks(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
@@ -219,42 +232,59 @@ def _by_chunks(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
     is_known = ctx.alone is not None and not torch.compiler.is_compiling()
     is_ours = is_known and not graph_is_kept() and is_alone(logits, ctx.alone)
     found = logits if is_ours else torch.empty_like(logits)
+    put_gradient(found, gradient, (logits, labels, total), ctx.how, ctx.dtype)
+    return found
+
+
+def put_gradient(
+    place: torch.Tensor,
+    gradient: torch.Tensor,
+    saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    how: Rows,
+    dtype: torch.dtype,
+) -> None:
+    """The gradient of logits, chunk by chunk into its place, which may be theirs.
+
+    `saved` are the logits, the labels and how many rows the loss is about, `dtype` is that of what
+    it reads.
+    """
+    (logits, labels, total), way = saved, how.way
     # The gradient of scores is zero but at each row's label.
-    places = labels.masked_fill(labels == ctx.ignored, 0)
-    own = gradients_of_kept(gradient, labels, ctx.reduction, ctx.ignored, total, ctx.dtype)
-    own = own.to(ctx.way.scores_dtype(logits.dtype))
-    rising = torch.zeros(ctx.num_rows, logits.shape[1], dtype=own.dtype, device=logits.device)
-    lines = torch.arange(ctx.num_rows, device=logits.device)
-    for start in range(0, len(logits), ctx.num_rows):
-        rows = slice(start, start + ctx.num_rows)
-        scores = ctx.way.scores(logits[rows])
+    places = labels.masked_fill(labels == how.ignored, 0)
+    own = gradients_of_kept(gradient, labels, how.reduction, how.ignored, total, dtype)
+    own = own.to(way.scores_dtype(logits.dtype))
+    most_rows = min(how.num_rows, len(logits))
+    rising = torch.zeros(most_rows, logits.shape[1], dtype=own.dtype, device=logits.device)
+    lines = torch.arange(most_rows, device=logits.device)
+    for start in range(0, len(logits), how.num_rows):
+        rows = slice(start, start + how.num_rows)
+        scores = way.scores(logits[rows])
         num_rows = len(scores)
         # Not `scatter_`: some versions have no deterministic one.
         where = lines[:num_rows], places[rows]
         rising[where] = own[rows]
-        ctx.way.put_gradient(found[rows], rising[:num_rows], scores)
+        way.put_gradient(place[rows], rising[:num_rows], scores)
         rising[where] = 0
         # Gone before the next chunk is made.
         del scores
-    return found
 
 
 def _at_once(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
     """The same for several gradients in one, as `vmap` hands them over."""
-    logits, labels, total = ctx.saved_tensors
-    scores = ctx.way.scores(logits)
-    read = ctx.way.read(scores)
-    rising = scores_gradient(gradient, read, labels, ctx.reduction, ctx.ignored, total)
-    return cast(torch.Tensor, ctx.way.gradient(rising.to(scores.dtype), scores, logits.dtype))
+    (logits, labels, total), how = ctx.saved_tensors, ctx.how
+    scores = how.way.scores(logits)
+    read = how.way.read(scores)
+    rising = scores_gradient(gradient, read, labels, how.reduction, how.ignored, total)
+    return cast(torch.Tensor, how.way.gradient(rising.to(scores.dtype), scores, logits.dtype))
 
 
 def _twice_differentiable(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
     """The same as a whole, by torch's own ops: somebody wants the gradient of the gradient."""
-    logits, labels, _ = ctx.saved_tensors
+    (logits, labels, _), how = ctx.saved_tensors, ctx.how
     with torch.autocast(logits.device.type, enabled=False):
-        scores = functional.log_softmax(logits, 1, dtype=ctx.way.scores_dtype(logits.dtype))
+        scores = functional.log_softmax(logits, 1, dtype=how.way.scores_dtype(logits.dtype))
         loss = functional.nll_loss(
-            scores.to(ctx.dtype), labels, reduction=ctx.reduction, ignore_index=ctx.ignored
+            scores.to(ctx.dtype), labels, reduction=how.reduction, ignore_index=how.ignored
         )
         found: torch.Tensor = torch.autograd.grad(loss, logits, gradient, create_graph=True)[0]
     return found

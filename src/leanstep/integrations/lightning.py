@@ -41,10 +41,16 @@ class LeanCallback(_host().Callback):  # type: ignore[misc]
         *,
         solver: str = "auto",
         overrides: Mapping[str, str] | None = None,
+        chunks: bool = True,
     ) -> None:
         super().__init__()
         self.lean: Any = None
-        self._wishes: dict[str, Any] = {"budget": budget, "solver": solver, "overrides": overrides}
+        self._wishes: dict[str, Any] = {
+            "budget": budget,
+            "solver": solver,
+            "overrides": overrides,
+            "chunks": chunks,
+        }
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Wait for the first step: the optimizers are there."""

@@ -29,9 +29,15 @@ class LeanCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         *,
         solver: str = "auto",
         overrides: Mapping[str, str] | None = None,
+        chunks: bool = True,
     ) -> None:
         self.lean: Any = None
-        self._wishes: dict[str, Any] = {"budget": budget, "solver": solver, "overrides": overrides}
+        self._wishes: dict[str, Any] = {
+            "budget": budget,
+            "solver": solver,
+            "overrides": overrides,
+            "chunks": chunks,
+        }
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Wait for the first step: model and optimizer are there, and nothing has run."""

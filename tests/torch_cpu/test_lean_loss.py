@@ -1,0 +1,267 @@
+"""The loss of a lazily fitted model: seen in the first step, in chunks from the second on."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from encoders import encoding
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+import leanstep
+from leanstep.engines import loss as engine
+from leanstep.engines import witnessed_loss
+from leanstep.engines.attach import is_attached
+from leanstep.engines.witnessed_loss import WitnessedLoss
+from leanstep.errors import BudgetError
+from leanstep.step import make_step
+from leanstep.torch_loss import taken_off
+from leanstep.truth import peak_rise_bytes, resident_bytes
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+
+
+def whole(model, batch):
+    return model(**batch)
+
+
+def in_bfloat16(model, batch):
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(**batch)
+
+
+def one_step(model, batch, optimizer, loss=whole):
+    value = loss(model, batch)
+    value.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return value.detach()
+
+
+def trained(model, batch, optimizer, loss=whole, steps=4):
+    torch.manual_seed(5)
+    seen = []
+    for _ in range(steps):
+        seen.append(one_step(model, batch, optimizer, loss))
+        seen += [p.detach().clone() for p in model.parameters()]
+    return [*seen, torch.get_rng_state()]
+
+
+def optimizer_of(model):
+    return torch.optim.SGD(model.parameters(), 0.1)
+
+
+def lean_after_a_step(budget, **choices):
+    model, batch = encoding()
+    optimizer = optimizer_of(model)
+    lean = leanstep.lean(model, optimizer, budget=budget, **choices)
+    one_step(model, batch, optimizer)
+    return lean
+
+
+def notes_of(lean):
+    return " ".join(lean.plan.notes)
+
+
+@pytest.mark.parametrize("loss", [whole, in_bfloat16])
+def test_from_the_second_step_on_it_is_computed_in_chunks_with_the_same_bits(loss):
+    model, batch = encoding()
+    expected = trained(model, batch, optimizer_of(model), loss)
+    model, batch = encoding()
+    optimizer = optimizer_of(model)
+    lean = leanstep.lean(model, optimizer, budget="50%")
+
+    found = trained(model, batch, optimizer, loss)
+
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert lean.plan.loss is not None and lean._applied.rounds.window.runs == 3
+    assert "rows at a time" in str(lean)
+    step = make_step(model, batch, loss, optimizer)
+    measured = peak_rise_bytes(step.run, step.device) + resident_bytes(step)
+    assert measured <= lean.plan.peak_bytes <= lean.plan.budget_bytes
+    lean.remove()
+    assert not any(is_attached(module) for module in model.modules())
+
+
+def test_the_loss_stays_whole_where_that_is_asked_for():
+    with pytest.raises(BudgetError):
+        lean_after_a_step("50%", chunks=False)
+    lean = lean_after_a_step("90%", chunks=False)
+
+    assert lean.plan.loss is None and lean.plan.changed
+
+
+def test_other_bits_of_the_loss_are_not_taken(monkeypatch):
+    compute = engine.loss_of
+
+    def slightly_more(*given):
+        loss, total = compute(*given)
+        return loss * 1.001, total
+
+    monkeypatch.setattr(engine, "loss_of", slightly_more)
+
+    lean = lean_after_a_step("90%")
+
+    assert lean.plan.loss is None
+    assert "not computed in chunks: in chunks it had other bits" in notes_of(lean)
+
+
+def test_other_bits_of_the_gradient_are_not_taken(monkeypatch):
+    compute = witnessed_loss.put_gradient
+
+    def slightly_more(place, *given):
+        compute(place, *given)
+        place[-1, -1] *= 1.001
+
+    monkeypatch.setattr(witnessed_loss, "put_gradient", slightly_more)
+
+    lean = lean_after_a_step("90%")
+
+    assert lean.plan.loss is None
+    assert "not computed in chunks: in chunks its gradient had other bits" in notes_of(lean)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, AttributeError, torch.OutOfMemoryError])
+def test_a_device_that_cannot_do_it_trains_with_the_loss_as_a_whole(monkeypatch, error):
+    def cannot(*_):
+        raise error("no kernel for that")
+
+    monkeypatch.setattr(witnessed_loss, "put_gradient", cannot)
+
+    lean = lean_after_a_step("90%")
+
+    assert lean.plan.loss is None and lean.plan.changed
+    assert "no kernel for that" in notes_of(lean)
+
+
+def test_a_host_that_does_not_call_the_model_has_the_loss_as_a_whole():
+    """Lightning calls a method of it: nobody is there to compute it otherwise."""
+    model, batch = encoding()
+    optimizer = optimizer_of(model)
+    lean = leanstep.lean(model, optimizer, budget="90%")
+    lean.watch(optimizer, calls=False)
+
+    lean.begin_step(batch)
+    loss = model.forward(**batch)
+    lean.end_forward()
+    loss.backward()
+    optimizer.step()
+
+    assert lean.plan.loss is None
+    assert "its host trains without calling the model that computes it" in notes_of(lean)
+
+
+def test_the_last_of_several_batches_is_looked_at():
+    model, batch = encoding()
+    optimizer = optimizer_of(model)
+    lean = leanstep.lean(model, optimizer, budget="50%")
+
+    for _ in range(3):
+        model(**batch).backward()
+    optimizer.step()
+
+    assert lean.plan.loss is not None
+
+
+class Watch(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_nobody_looks_on_once_the_forward_has_ended():
+    model, batch = encoding()
+    optimizer = optimizer_of(model)
+    lean = leanstep.lean(model, optimizer, budget="90%")
+    seen = []
+
+    with Watch() as own:
+        with pytest.raises(IndexError):
+            model(**{**batch, "tokens": batch["tokens"] + 10**6})
+        seen.append(_get_current_function_mode_stack())
+        model(**batch).backward()
+        seen.append(_get_current_function_mode_stack())
+    lean.remove()
+
+    assert seen == [[own], [own]]
+    assert _get_current_function_mode_stack() == []
+
+
+def test_a_mode_that_is_entered_in_the_forward_stays():
+    first, second, third = Watch(), Watch(), Watch()
+    with first:
+        second.__enter__()
+        third.__enter__()
+        taken_off(second)
+        assert _get_current_function_mode_stack() == [first, third]
+        taken_off(second)
+        assert _get_current_function_mode_stack() == [first, third]
+        third.__exit__(None, None, None)
+
+
+def seen_by_a_witness(loss_of, logits, labels):
+    witness = WitnessedLoss(nullcontext)
+    witness.watch()
+    loss = loss_of(logits, labels)
+    witness.leave()
+    loss.sum().backward()
+    return witness.doubt
+
+
+def some_logits(rows=512, words=2048):
+    torch.manual_seed(3)
+    logits = torch.randn(rows, words, requires_grad=True)
+    return logits, torch.randint(words, (rows,))
+
+
+SAME = [
+    lambda x, y: functional.cross_entropy(x, y),
+    lambda x, y: functional.cross_entropy(x, y, reduction="none"),
+    lambda x, y: functional.cross_entropy(x, y, reduction="sum", ignore_index=7),
+    lambda x, y: functional.cross_entropy(x * 2, y) * 65536,
+    lambda x, y: functional.cross_entropy(x[1:], y[1:]),
+    lambda x, y: functional.cross_entropy(x.bfloat16(), y),
+    lambda x, y: functional.cross_entropy(x, y) + x.mean(),
+]
+
+
+@pytest.mark.parametrize("loss_of", SAME)
+def test_losses_that_have_the_same_bits_in_chunks_are_known(loss_of):
+    assert seen_by_a_witness(loss_of, *some_logits()) == ""
+
+
+OTHERS = [
+    lambda x, y: functional.nll_loss(functional.log_softmax(x, 1), y),
+    lambda x, y: functional.cross_entropy(x, y, label_smoothing=0.1),
+    lambda x, y: functional.cross_entropy(x[:8], y[:8]),
+    lambda x, y: functional.cross_entropy(x.view(8, 64, -1).transpose(1, 2), y.view(8, 64)),
+]
+
+
+@pytest.mark.parametrize("loss_of", OTHERS)
+def test_of_others_it_is_said_that_none_was_seen(loss_of):
+    assert "no call of it was seen" in seen_by_a_witness(loss_of, *some_logits())
+
+
+def test_a_loss_that_backward_does_not_reach_was_not_seen():
+    def forgotten(logits, labels):
+        functional.cross_entropy(logits, labels)
+        return logits.mean()
+
+    assert "its gradient was not asked for" in seen_by_a_witness(forgotten, *some_logits())
+
+
+def test_to_look_takes_hardly_more_memory_than_the_loss_as_a_whole():
+    logits, labels = some_logits(rows=2048)
+
+    def peak(is_seen):
+        def run():
+            scaled = logits * 2
+            if is_seen:
+                assert seen_by_a_witness(functional.cross_entropy, scaled, labels) == ""
+            else:
+                functional.cross_entropy(scaled, labels).backward()
+            logits.grad = None
+
+        return peak_rise_bytes(run, torch.device("cpu"))
+
+    assert peak(is_seen=True) < 1.03 * peak(is_seen=False)
