@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from encoders import Encoder, encoding
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -258,6 +259,45 @@ def both(distribute, seed: int, budget: str = "85%"):
         "collectives": collectives,
         "share": shards / whole,
     }
+
+
+def ddp_loss():
+    """A language model whose loss lean computes in chunks: untouched, and lean."""
+    return talking(DistributedDataParallel)
+
+
+def fsdp_loss():
+    """The same with sharded parameters."""
+
+    def shard(model: Encoder) -> Encoder:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    return talking(shard)
+
+
+def talking(distribute):
+    found = {}
+    for is_lean in (False, True):
+        model, _ = encoding()
+        called = distribute(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        tokens = torch.randint(
+            1024, (8, 64), generator=torch.Generator().manual_seed(dist.get_rank())
+        )
+        lean = leanstep.lean(called, optimizer, budget="70%") if is_lean else None
+        torch.manual_seed(10 + dist.get_rank())
+        found[is_lean] = []
+        for _ in range(3):
+            loss = called(tokens, tokens.roll(1, 1))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            parameters = [local_tensor(p.detach()).clone() for p in model.parameters()]
+            found[is_lean] += [loss.detach(), *parameters]
+    return {"untouched": found[False], "lean": found[True], "loss": str(lean.plan.loss)}
 
 
 def other_model():

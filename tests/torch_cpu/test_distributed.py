@@ -65,7 +65,7 @@ def once(tmp_path_factory, world: int, scenarios: list[str]) -> list[dict]:
 def two(tmp_path_factory) -> list[dict]:
     right = ["ddp", "by_hand", "ddp_accumulated", "by_hand_accumulated", "ddp_fitted", "ddp_lean"]
     wrong = [scenario for scenario, *_ in WRONG]
-    others = ["memory", "fsdp_lean", "fsdp_lean_tight", "fsdp_memory"]
+    others = ["memory", "fsdp_lean", "fsdp_lean_tight", "fsdp_memory", "ddp_loss", "fsdp_loss"]
     return once(tmp_path_factory, 2, [*right, *wrong, *others, "tensor_parallel_lean"])
 
 
@@ -127,6 +127,15 @@ def test_sharded_models_train_the_same_numbers_and_recompute_no_collective(two, 
         assert not any("c10d" in key or "fsdp" in key for key in found["dropped"])
         # What is spread over the ranks counts by the part that is here.
         assert found["share"] < 0.7
+
+
+@pytest.mark.parametrize("scenario", ["ddp_loss", "fsdp_loss"])
+def test_losses_in_chunks_train_the_same_numbers_on_every_rank(two, scenario) -> None:
+    for rank in two:
+        found = rank[scenario]
+        assert "error" not in found, found
+        assert differences(found["untouched"], found["lean"]) == []
+        assert found["loss"] == two[0][scenario]["loss"] != "None"
 
 
 def test_products_with_gathered_parameters_run_again(two) -> None:
