@@ -17,7 +17,7 @@ from pathlib import Path
 from leanstep.errors import BudgetError
 from leanstep.ir import Profile
 from leanstep.planner import plan_in, prepare
-from leanstep.planner.whole import relaxed_seconds
+from leanstep.planner.bounds import relaxed_seconds
 from leanstep.solvers.milp import Milp
 from leanstep.solvers.registry import SOLVERS
 from leanstep.units import format_bytes

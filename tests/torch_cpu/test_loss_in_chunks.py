@@ -19,7 +19,8 @@ from leanstep.chunks import FLOAT_BYTES, rows_in_chunk
 from leanstep.engines import loss as engine
 from leanstep.engines.attach import is_attached
 from leanstep.errors import BudgetError, InputError
-from leanstep.planner.whole import _plan_in, prepare
+from leanstep.planner.space import prepare
+from leanstep.planner.whole import _plan_in
 from leanstep.solvers.registry import find_solver
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")

@@ -15,7 +15,7 @@ from leanstep.ir import Engine, Plan, Profile
 from leanstep.ir.blocks import find_block
 from leanstep.planner import plan_in, prepare
 from leanstep.planner.bounds import relaxed_seconds
-from leanstep.planner.whole import Space
+from leanstep.planner.space import Space
 from leanstep.rebuild import build_program
 from leanstep.simulator import simulate
 from leanstep.solvers import Outcome, Problem

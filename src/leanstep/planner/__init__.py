@@ -2,6 +2,6 @@
 
 from leanstep.planner.curve import frontier as frontier
 from leanstep.planner.ladder import ladder as ladder
+from leanstep.planner.space import prepare as prepare
 from leanstep.planner.whole import plan as plan
 from leanstep.planner.whole import plan_in as plan_in
-from leanstep.planner.whole import prepare as prepare

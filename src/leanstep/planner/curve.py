@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from leanstep.errors import InputError
 from leanstep.ir import Frontier, FrontierPoint, Profile
 from leanstep.planner.bounds import bound_seconds, relaxed_seconds
-from leanstep.planner.whole import Space, prepare
+from leanstep.planner.space import Space, prepare
 from leanstep.solvers.base import Outcome, Solution, Solver
 from leanstep.solvers.registry import CURVED, find_solver
 

@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from leanstep.errors import BudgetError, InputError
 from leanstep.ir import Category, Decision, Ladder, Phase, Plan, Profile, Rung, Share
-from leanstep.planner.whole import Space, plan_in, prepare
+from leanstep.planner.space import Space, prepare
+from leanstep.planner.whole import plan_in
 from leanstep.simulator import memory_curve
 from leanstep.solvers.base import Solver
 from leanstep.solvers.registry import find_solver

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from leanstep.errors import BudgetError, InputError
 from leanstep.ir import Engine, Fact, Plan, Profile
 from leanstep.planner import plan_in, prepare
-from leanstep.planner.whole import Space
+from leanstep.planner.space import Space
 from leanstep.simulator import simulate
 from leanstep.solvers.base import Problem, Solution, Solver
 from leanstep.solvers.exhaustive import Exhaustive
