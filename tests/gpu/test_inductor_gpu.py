@@ -7,10 +7,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner  # noqa: E402
 
 import leanstep  # noqa: E402
 from leanstep import models  # noqa: E402
+from leanstep.engines.inductor import CompiledForm  # noqa: E402
 from leanstep.models.resnet import Bottleneck  # noqa: E402
+from leanstep.torch_programs import ShortProgram, _launcher  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,6 +59,39 @@ def test_without_exactness_more_can_be_dropped_and_rounding_is_all_that_differs(
     assert fitted.verdict.within_budget
     assert not fitted.verdict.beyond_tolerance
     fitted.remove()
+
+
+def programs():
+    return [held for held in gc.get_objects() if type(held) is ShortProgram]
+
+
+@pytest.mark.parametrize("shape", [(16, 64, 16, 16), (3, 64, 7, 5)], ids=str)
+def test_programs_past_what_they_have_seen_to_have_the_same_bits(shape):
+    before = programs()
+    torch.manual_seed(0)
+    blocks = [Bottleneck(64, 16, 1).cuda() for _ in range(2)]
+    form = CompiledForm(Bottleneck.forward, (), {})
+    batch = torch.randn(shape, device="cuda", requires_grad=True)
+
+    def step():
+        x = batch
+        for block in blocks:
+            x = form(block, (x,), {})
+        parameters = [p for block in blocks for p in block.parameters()]
+        return x.detach(), *torch.autograd.grad(x.square().mean(), [batch, *parameters])
+
+    step()
+    own = [program for program in programs() if not any(program is old for old in before)]
+    assert len(own) >= 2
+    assert all(program._short is not program._compiled for program in own)
+    launched = [held for held in gc.get_objects() if type(held) is CachingAutotuner]
+    launched = [kernel for kernel in launched if kernel.launchers]
+    assert launched and all(_launcher(kernel) is not None for kernel in launched)
+    short = step()
+    for program in own:
+        program._short = program._compiled
+
+    assert all(map(torch.equal, short, step()))
 
 
 def test_blocks_of_small_kernels_are_issued_late_and_have_them_joined():
