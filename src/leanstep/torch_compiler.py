@@ -57,7 +57,7 @@ def compile_with_inductor(
             # Inductor pickles its settings to find what it has compiled before.
             return str, (key,)
 
-    parts = Parts()
+    parts, forwards = Parts(), []
 
     def compile_part(part: Any, part_inputs: Any, **choices: Any) -> Any:
         is_backward = bool(choices.get("is_backward"))
@@ -65,18 +65,25 @@ def compile_with_inductor(
         wrapped = None if wrap is None else wrap(part, is_backward)
         parts.begin(part, is_backward)
         compiled: Any = compile_fx_inner(part, part_inputs, **choices)
-        # Hooks of the user's may hand backward another layout than was saved.
-        short = ShortProgram(compiled, is_guarded=not is_backward)
+        short = ShortProgram(compiled)
+        if not is_backward:
+            forwards.append(short)
         run = short if wrapped is None else _boxed(wrapped(short))
         parts.end(is_backward, run)
         return run
 
-    patches = {**settings, "custom_partitioner_fn": Partitioner()}
+    # What backward may take for granted of a CUDA graph's results, Inductor asks of its own object.
+    patches = {**settings, "custom_partitioner_fn": Partitioner(), "triton.cudagraphs": False}
     with _compiling_both():
         compiled: Any = compile_fx(
             graph, list(inputs), inner_compile=compile_part, config_patches=patches
         )
-    return compiled, parts.halves(len(inputs))
+    halves = parts.halves(len(inputs))
+    for short in forwards:
+        # Of two views of a tensor AOTAutograd may hand over that tensor, which no guard has seen.
+        # And hooks of the user's may hand backward another layout than was saved.
+        short.is_guarded = halves is not None
+    return compiled, halves
 
 
 def _compiling_both() -> AbstractContextManager[Any]:

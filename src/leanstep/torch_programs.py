@@ -37,12 +37,13 @@ class ShortProgram:
     device takes for a small kernel.
     """
 
-    # As the compiler marks it: called with a list of arguments, it empties the list.
-    _boxed_call = True
-
     def __init__(self, compiled: Callable[..., Any], *, is_guarded: bool = False) -> None:
+        # As the compiler marks it: called with a list of arguments, it empties the list. Who wraps
+        # it copies what the instance has, not what its class has.
+        self._boxed_call = True
         self.output_strides = getattr(compiled, "output_strides", None)
-        self._compiled, self._is_guarded = compiled, is_guarded
+        self.is_guarded = is_guarded
+        self._compiled = compiled
         self._short: Run | None = None
 
     def __call__(self, arguments: list[Any]) -> Any:
@@ -52,7 +53,7 @@ class ShortProgram:
             return self._compiled(arguments)
         if self._short is None:
             results = self._compiled(arguments)
-            self._short = shortened(self._compiled, is_guarded=self._is_guarded)
+            self._short = shortened(self._compiled, is_guarded=self.is_guarded)
             return results
         return self._short(arguments)
 
@@ -61,7 +62,11 @@ def shortened(compiled: Callable[..., Any], *, is_guarded: bool) -> Run:
     """What a program that has run calls, or the program where that is not known well enough."""
     if not torch.__version__.startswith(READ_VERSIONS):
         return compiled
-    return _shortened(getattr(compiled, "current_callable", None), is_guarded) or compiled
+    try:
+        return _shortened(getattr(compiled, "current_callable", None), is_guarded) or compiled
+    except (AttributeError, TypeError, ValueError):
+        # Something looks different after all.
+        return compiled
 
 
 def _shortened(call: Any, is_guarded: bool) -> Run | None:
@@ -70,7 +75,7 @@ def _shortened(call: Any, is_guarded: bool) -> Run | None:
         return None if inner is None else MethodType(inner, call.__self__)
     if not isinstance(call, FunctionType):
         return None
-    if call.__module__.startswith(_PROGRAMS):
+    if (call.__module__ or "").startswith(_PROGRAMS):
         # A copy: somebody else's equal program may be the same module.
         known = _known(call.__globals__, is_guarded)
         return _rebuilt(call, {**call.__globals__, **known}, call.__closure__)

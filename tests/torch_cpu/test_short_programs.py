@@ -194,30 +194,77 @@ class Block(nn.Module):
         return x + torch.nn.functional.gelu(self.up(self.norm(x)))
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
-def test_a_program_of_inductors_is_known_and_computes_the_same(monkeypatch):
-    programs = []
+def test_who_wraps_it_sees_that_it_takes_a_list():
+    wrapped = torch._dynamo.disable(ShortProgram(lambda arguments: arguments))
+
+    assert wrapped._boxed_call
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    """Those that are made, each with whether CUDA graphs were asked for."""
+    found = {}
     first = ShortProgram.__init__
 
     def noted(program, *args, **kwargs):
-        programs.append(program)
+        found[program] = torch._inductor.config.triton.cudagraphs
         first(program, *args, **kwargs)
 
     monkeypatch.setattr(ShortProgram, "__init__", noted)
-    torch.manual_seed(0)
-    block, x = Block(), torch.randn(4, 8, requires_grad=True)
-    form = CompiledForm(Block.forward, (), {})
+    return found
+
+
+def steps_of(block, x, *others):
+    """Three steps of a compiled block, and its form."""
+    form = CompiledForm(type(block).forward, (), {})
 
     def step():
-        out = form(block, (x,), {})
+        out = form(block, (x, *others), {})
         return out, *torch.autograd.grad(out.sum(), [x, *block.parameters()])
 
-    steps = [step() for _ in range(3)]
+    return form, [step() for _ in range(3)]
+
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="Inductor needs a C++ compiler"
+)
+
+
+@needs_compiler
+def test_a_program_of_inductors_is_known_and_computes_the_same(programs):
+    torch.manual_seed(0)
+    block, x = Block(), torch.randn(4, 8, requires_grad=True)
+
+    with torch._inductor.config.patch({"triton.cudagraphs": True}):
+        form, steps = steps_of(block, x)
+
     for later in steps[1:]:
         assert all(map(torch.equal, steps[0], later))
-    assert len(programs) == 2
+    # What shares a program may not share its results' memory.
+    assert list(programs.values()) == [False, False]
     assert all(program._short is not program._compiled for program in programs)
+    assert [program.is_guarded for program in programs] == [True, False]
     # An input of another layout meets guards before it meets the program.
     other = torch.randn(8, 4).t().requires_grad_()
     assert torch.allclose(form(block, (other,), {}), block(other))
     assert form.captures == 2
+
+
+class Viewed(Block):
+    def forward(self, x):
+        return super().forward(x).view(-1, 4)
+
+
+@needs_compiler
+def test_so_is_one_whose_calls_go_through_autograds_wrappers(programs):
+    torch.manual_seed(0)
+    block, x = Viewed(), torch.randn(4, 8, requires_grad=True)
+
+    _, steps = steps_of(block, x)
+
+    out = block(x)
+    expected = out, *torch.autograd.grad(out.sum(), [x, *block.parameters()])
+    for step in steps:
+        assert all(map(torch.allclose, step, expected))
+    # These may hand over another tensor than guards have seen.
+    assert [program.is_guarded for program in programs] == [False, False]
