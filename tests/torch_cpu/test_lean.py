@@ -316,6 +316,39 @@ def test_block_that_does_not_repeat_itself_is_refused_before_a_number_is_wrong(l
     one_step(model, lab.rows(), lab.mean_square, optimizer)
 
 
+class Answering(nn.Module):
+    """One that returns a loss of its own beside what it is trained for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3))
+        )
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.blocks(x))
+        return nn.functional.cross_entropy(logits, labels), logits
+
+
+def test_a_loss_that_nobody_derives_may_be_held_through_the_step() -> None:
+    def run(is_lean: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Answering()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x, labels = torch.randn(256, 32), torch.randint(64, (256,))
+        lean = leanstep.lean(model, optimizer, budget="90%") if is_lean else None
+        for _ in range(3):
+            own, logits = model(x, labels)
+            logits.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert lean is None or lean.plan.changed
+        return [own.detach(), *model.parameters()]
+
+    assert_equal(run(False), run(True))
+
+
 def test_other_hooks_of_the_optimizer_run_as_before() -> None:
     model, batch, loss, optimizer = models.build("gpt2-tiny")
     leanstep.lean(model, optimizer, budget="80%")

@@ -45,6 +45,7 @@ class LiveRecording(StepRecording):
         self._passed: set[int] = set()
         self._last_release: dict[int, int] = {}
         self._engine_holds: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._still_saved: set[int] = set()
 
     @property
     def has_seen_backward(self) -> bool:
@@ -164,8 +165,16 @@ class LiveRecording(StepRecording):
         self._holds.pop(number, None)
         self.natural_deaths.setdefault(number, self.deaths[number])
 
+    def graph(self) -> Graph:
+        """The recording as a frozen graph of the untouched step."""
+        # Of a loss, say, that somebody holds and nobody derives.
+        self._still_saved = {save.value.storage for save in self.saves if save.release < 0}
+        return super().graph()
+
     def _storage(self, number: int, saved: set[int]) -> Storage:
-        if number in self.natural_deaths:
+        if number in self._still_saved:
+            self.deaths.pop(number, None)
+        elif number in self.natural_deaths:
             last_release = self._last_release.get(number, -1)
             self.deaths[number] = max(self.natural_deaths[number], last_release)
         return super()._storage(number, saved)
