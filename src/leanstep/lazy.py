@@ -15,7 +15,6 @@ recorder's account.
 
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +44,9 @@ class Lean:
     `profile` and `plan` are None until then.
     """
 
-    def __init__(self, model: torch.nn.Module, make_plan: Callable[[Profile], Plan]) -> None:
+    def __init__(
+        self, model: torch.nn.Module, make_plan: Callable[[Profile], Plan], *, chunks: bool = True
+    ) -> None:
         self.model = model
         self.profile: Profile | None = None
         self.plan: Plan | None = None
@@ -56,7 +57,7 @@ class Lean:
         self._handles: list[Any] = []
         self._optimizer_handles: list[Any] = []
         self._taken = Taken()
-        self._takes_over = self._is_called = False
+        self._takes_over, self._chunks, self._model_is_called = False, chunks, True
 
     def __str__(self) -> str:
         """The plan as a table, or that there is none yet."""
@@ -97,16 +98,9 @@ class Lean:
             return
         self.remove()
         self._optimizer = _innermost(optimizer)
-        self._takes_over, self._is_called = takeover, calls
+        self._takes_over, self._model_is_called = takeover, calls
         if calls:
-            self._handles = [
-                self.model.register_forward_pre_hook(
-                    partial(never_compiled(Lean._before_call), self), with_kwargs=True
-                ),
-                self.model.register_forward_hook(
-                    partial(never_compiled(Lean._after_call), self), always_call=True
-                ),
-            ]
+            self._watch_calls()
         if self._optimizer is not None:
             # They stay when the plan is made, and do nothing: an optimizer that runs its hooks
             # does not let go of one.
@@ -114,6 +108,20 @@ class Lean:
                 self._optimizer.register_step_pre_hook(self._before_update),
                 self._optimizer.register_step_post_hook(self._after_update),
             ]
+
+    def _watch_calls(self) -> None:
+        # Functions of their own, for a deep copy of the model takes these along as they are: a copy
+        # of anything else would have a copy of us, with all that is recorded.
+        def before(*given: Any) -> None:
+            never_compiled(Lean._before_call)(self, *given)
+
+        def after(*given: Any) -> None:
+            never_compiled(Lean._after_call)(self, *given)
+
+        self._handles = [
+            self.model.register_forward_pre_hook(before, with_kwargs=True),
+            self.model.register_forward_hook(after, always_call=True),
+        ]
 
     def begin_step(self, batch: Any) -> None:
         """Note that a step begins; only the first matters."""
@@ -144,7 +152,8 @@ class Lean:
     def _before_call(
         self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        self.begin_step(kwargs if not args else args if not kwargs else (args, kwargs))
+        if model is self.model:
+            self.begin_step(kwargs if not args else args if not kwargs else (args, kwargs))
 
     def _begin(self, batch: Any) -> None:
         if self._first is None:
@@ -153,7 +162,7 @@ class Lean:
             with taken_over(self.model, self._takes_over) as self._taken:
                 refuse_fitted(self.model)
         step = make_step(self.model, batch, None, self._optimizer)
-        self._first = FirstStep(step, is_called=self._is_called)
+        self._first = FirstStep(step, model_is_called=self._model_is_called, chunks=self._chunks)
         try:
             self._first.begin()
         except BaseException:
@@ -161,10 +170,8 @@ class Lean:
             raise
 
     def _after_call(self, model: torch.nn.Module, args: Any, result: Any) -> None:
-        if self._first is None:
-            return
-        self._first.end_forward()
-        if result is None and sys.exc_info()[0] is not None:
+        has_raised = result is None and sys.exc_info()[0] is not None
+        if has_raised and self._first is not None and model is self.model:
             # Whoever catches that may try again with a smaller batch.
             self._first.fail()
 
@@ -220,7 +227,9 @@ def lean(
         budget: as for `fit`; a share is of the unplanned peak.
         solver: as for `fit`.
         overrides: as for `fit`; so are marks.
-        chunks: as for `fit`; the first step compares the loss in chunks with the whole.
+        chunks: as for `fit`; the first step compares the loss in chunks with the whole. No later
+            step is compared: logits that are written to between loss and backward, and were not in
+            the first step, make backward raise, or (through `.data`) nobody sees it.
         takeover: switch off checkpointing that the model has when it is first called.
 
     Raises:
@@ -246,7 +255,7 @@ def lean(
             chunks=chunks,
         )
 
-    lazy = Lean(model, make_plan)
+    lazy = Lean(model, make_plan, chunks=chunks)
     lazy.watch(optimizer, takeover=takeover)
     return lazy
 

@@ -284,6 +284,35 @@ def test_removing_leaves_no_trace(when: str) -> None:
     one_step(model, batch, loss, optimizer)
 
 
+@pytest.mark.parametrize("when", ["before", "between forward and backward", "after"])
+def test_a_deep_copy_knows_nothing_of_it(when: str) -> None:
+    """Of the weights' average, say, which is made once or in every step."""
+    model, batch, loss, optimizer = models.build("gpt2-tiny")
+    lean = leanstep.lean(model, optimizer, budget="80%")
+    if when == "before":
+        twin = copy.deepcopy(model)
+        loss(twin, batch).backward()
+        assert lean._first is None
+    value = loss(model, batch)
+    if when == "between forward and backward":
+        twin = copy.deepcopy(model)
+    value.backward()
+    optimizer.step()
+    if when == "after":
+        twin = copy.deepcopy(model)
+
+    assert lean.plan is not None and lean.plan.changed
+    optimizer.zero_grad()
+    twin.load_state_dict(model.state_dict())
+    found = []
+    for own in (model, twin):
+        own.zero_grad()
+        torch.manual_seed(5)
+        loss(own, batch).backward()
+        found.append([p.grad for p in own.parameters()])
+    assert_equal(*found)
+
+
 CLOCK = itertools.count(1)
 
 
