@@ -54,9 +54,14 @@ class FirstStep:
 
     An error in backward ends up with the user and not here: the model's next call notices, or
     `remove()`.
+
+    Where the model is not called, somebody calls a method of it, and the window in which its loss
+    is computed in chunks would never open. Without `chunks` nobody looks at the loss.
     """
 
-    def __init__(self, step: TrainingStep, *, is_called: bool = True) -> None:
+    def __init__(
+        self, step: TrainingStep, *, model_is_called: bool = True, chunks: bool = True
+    ) -> None:
         has_gradients = any(p.grad is not None for p in step.parameters())
         self._step = dataclasses.replace(step, gradients_kept=has_gradients)
         self._signatures, self._company = Signatures(), Company(is_inside=True)
@@ -69,7 +74,10 @@ class FirstStep:
             has_optimizer=step.optimizer is not None,
         )
         self._recording.out_of_memory = self._out_of_memory
-        self._loss, self._is_called = WitnessedLoss(self._recording.aside), is_called
+        self._model_is_called = model_is_called
+        self._loss = self._recording.witness = (
+            WitnessedLoss(self._recording.aside) if chunks else None
+        )
         self._other_bytes = 0
         self._tried: list[tuple[str, tuple[str, ...]]] = []
 
@@ -97,14 +105,10 @@ class FirstStep:
         self._open.enter_context(recording)
         # The model's own call has begun before there was a hook on it.
         recording.enter("", step.model)
-        self._loss.watch()
 
     def end_forward(self) -> None:
-        """Note that the model's call has ended."""
-        self._loss.leave()
-        if not self._is_called:
-            # No hook on it tells.
-            self._recording.leave()
+        """Note that the model's call has ended, where no hook on it tells."""
+        self._recording.leave()
 
     def begin_optimizer(self) -> None:
         """Note that the optimizer's step begins."""
@@ -137,21 +141,19 @@ class FirstStep:
     def _whole_loss(self, draft: Profile) -> str:
         """Why the loss should not be computed in chunks, where it could be."""
         loss = find_loss(draft)
-        if loss is None:
+        if self._loss is None or loss is None:
             return ""
-        if not loss.path and not self._is_called:
+        if not loss.path and not self._model_is_called:
             return "its host trains without calling the model that computes it"
         return self._loss.doubt
 
     def fail(self) -> None:
         """Stop watching, in the middle of a call: hooks may not be taken off there."""
         self._recording.has_failed = True
-        self._loss.leave()
         self._open.close()
 
     def abandon(self) -> None:
         """Leave the model as it was."""
-        self._loss.leave()
         self._open.close()
         self._hooks.close()
 

@@ -14,12 +14,17 @@ from torch.nn import functional
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode,
-    _pop_mode,
+    _get_current_function_mode_stack,
     _pop_mode_temporarily,
-    _push_mode,
 )
 
 from leanstep.torch_private import past_every_mode
+
+# What torch makes a cross entropy of, and its gradient.
+SCORES = torch.ops.aten._log_softmax.default
+LOSS = torch.ops.aten.nll_loss_forward.default
+LOSS_BACKWARD = torch.ops.aten.nll_loss_backward.default
+SCORES_BACKWARD = torch.ops.aten._log_softmax_backward_data.default
 
 # How torch numbers the ways to sum up a loss.
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
@@ -173,13 +178,6 @@ def stepping_aside(mode: TorchFunctionMode) -> Iterator[None]:
         yield
 
 
-def taken_off(mode: TorchFunctionMode) -> None:
-    """Take a mode off that was entered; others may have been entered since, and stay."""
-    above = []
-    while (top := _get_current_function_mode()) is not None:
-        _pop_mode()
-        if top is mode:
-            break
-        above.append(top)
-    for other in reversed(above):
-        _push_mode(other)
+def is_on(mode: TorchFunctionMode) -> bool:
+    """Whether a mode is on, be it below others."""
+    return any(other is mode for other in _get_current_function_mode_stack())

@@ -1,12 +1,15 @@
 """The loss of a lazily fitted model: seen in the first step, in chunks from the second on."""
 
+import warnings
 from contextlib import nullcontext
 
 import pytest
 import torch
-from encoders import encoding
+from encoders import Encoder, encoding
+from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import leanstep
 from leanstep.engines import loss as engine
@@ -15,7 +18,6 @@ from leanstep.engines.attach import is_attached
 from leanstep.engines.witnessed_loss import WitnessedLoss
 from leanstep.errors import BudgetError
 from leanstep.step import make_step
-from leanstep.torch_loss import taken_off
 from leanstep.truth import peak_rise_bytes, resident_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -135,7 +137,7 @@ def test_a_device_that_cannot_do_it_trains_with_the_loss_as_a_whole(monkeypatch,
 
 
 def test_a_host_that_does_not_call_the_model_has_the_loss_as_a_whole():
-    """Lightning calls a method of it: nobody is there to compute it otherwise."""
+    """Lightning calls a method of it, where nothing stands in front."""
     model, batch = encoding()
     optimizer = optimizer_of(model)
     lean = leanstep.lean(model, optimizer, budget="90%")
@@ -168,42 +170,148 @@ class Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_nobody_looks_on_once_the_forward_has_ended():
+def test_modes_of_others_may_come_and_go_with_the_call():
     model, batch = encoding()
+    own = Watch()
+    model.register_forward_pre_hook(lambda *_: own.__enter__() and None)
+    model.register_forward_hook(lambda *_: own.__exit__(None, None, None))
     optimizer = optimizer_of(model)
-    lean = leanstep.lean(model, optimizer, budget="90%")
-    seen = []
+    lean = leanstep.lean(model, optimizer, budget="50%")
 
-    with Watch() as own:
-        with pytest.raises(IndexError):
-            model(**{**batch, "tokens": batch["tokens"] + 10**6})
-        seen.append(_get_current_function_mode_stack())
-        model(**batch).backward()
-        seen.append(_get_current_function_mode_stack())
-    lean.remove()
+    for _ in range(3):
+        one_step(model, batch, optimizer)
 
-    assert seen == [[own], [own]]
+    assert lean.plan.loss is not None and lean._applied.rounds.window.runs == 2
     assert _get_current_function_mode_stack() == []
 
 
-def test_a_mode_that_is_entered_in_the_forward_stays():
-    first, second, third = Watch(), Watch(), Watch()
-    with first:
-        second.__enter__()
-        third.__enter__()
-        taken_off(second)
-        assert _get_current_function_mode_stack() == [first, third]
-        taken_off(second)
-        assert _get_current_function_mode_stack() == [first, third]
-        third.__exit__(None, None, None)
+class Listening(Encoder):
+    """With a part that is frozen: torch has a faster kernel for it, unless a mode is on."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+        self.tower = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.ears = nn.MultiheadAttention(32, 2, batch_first=True)
+        for part in (self.tower, self.ears):
+            part.eval().requires_grad_(False)
+
+    def forward(self, tokens, labels):
+        hidden = self.words(tokens)
+        with torch.no_grad():
+            heard, _ = self.ears(hidden, hidden, hidden, need_weights=False)
+            heard = self.tower(heard)
+        for layer in self.layers:
+            hidden = layer(hidden + heard)
+        return functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+def listening():
+    torch.manual_seed(7)
+    model = Listening()
+    _, batch = encoding()
+    return model, batch
+
+
+@pytest.mark.parametrize("chunks", [True, False])
+def test_frozen_attention_computes_what_it_did(chunks, monkeypatch):
+    calls = []
+    fast = torch._native_multi_head_attention
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        return fast(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "_native_multi_head_attention", counted)
+    model, batch = listening()
+    expected = trained(model, batch, optimizer_of(model))
+    before = len(calls)
+    model, batch = listening()
+    optimizer = optimizer_of(model)
+    lean = leanstep.lean(model, optimizer, budget="60%" if chunks else "90%", chunks=chunks)
+
+    found = trained(model, batch, optimizer)
+
+    assert before > 0 and len(calls) >= 2 * before
+    assert (lean.plan.loss is not None) == chunks
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    lean.remove()
+    assert not any(is_attached(module) for module in model.modules())
+
+
+def test_so_it_does_in_a_fit():
+    model, batch = listening()
+    fitted = leanstep.fit(model, batch, budget="60%")
+
+    assert fitted.plan.loss is not None and not fitted.verdict.different
+    fitted.applied.set_aside()
+    assert type(model.ears) is nn.MultiheadAttention
+    fitted.applied.resume()
+    assert is_attached(model.ears)
+    fitted.remove()
+
+
+def test_logits_that_are_written_to_in_every_step_leave_the_loss_whole():
+    """Autograd does not see it: chunks would compute the gradient of others from the next step."""
+    model, batch = encoding()
+    optimizer = optimizer_of(model)
+    lean = leanstep.lean(model, optimizer, budget="90%")
+    logits = []
+    model.head.register_forward_hook(lambda *given: logits.append(given[2]))
+
+    loss = model(**batch)
+    (held,) = logits
+    held.detach().numpy()[:] = 0
+    loss.backward()
+    optimizer.step()
+
+    assert lean.plan.loss is None
+    assert "its logits are written to before backward" in notes_of(lean)
+
+
+def test_logits_that_are_written_to_later_raise_with_what_to_do():
+    model, batch = encoding()
+    optimizer = optimizer_of(model)
+    leanstep.lean(model, optimizer, budget="60%")
+    one_step(model, batch, optimizer)
+    logits = []
+    model.head.register_forward_hook(lambda *given: logits.append(given[2]))
+
+    loss = model(**batch)
+    logits.pop().detach().clamp_(min=0)
+    with pytest.raises(RuntimeError, match="chunks=False"):
+        loss.backward()
+
+
+def test_a_gradient_of_the_gradient_leaves_the_loss_whole():
+    """Sums at the logits are made in another order, if both pass them."""
+    model, batch = encoding()
+    optimizer = optimizer_of(model)
+    lean = leanstep.lean(model, optimizer, budget="120%")
+
+    loss = model(**batch)
+    with warnings.catch_warnings():
+        # Of a graph that holds itself.
+        warnings.simplefilter("ignore")
+        loss.backward(create_graph=True)
+    optimizer.step()
+
+    assert lean.plan.loss is None
+    assert "its gradient has a gradient" in notes_of(lean)
 
 
 def seen_by_a_witness(loss_of, logits, labels):
+    """What it says of a loss whose ops it is told."""
     witness = WitnessedLoss(nullcontext)
-    witness.watch()
-    loss = loss_of(logits, labels)
-    witness.leave()
-    loss.sum().backward()
+
+    class Teller(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            witness(func, args, out)
+            return out
+
+    with Teller():
+        loss_of(logits, labels).sum().backward()
     return witness.doubt
 
 

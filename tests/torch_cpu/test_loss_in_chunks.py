@@ -82,6 +82,7 @@ LOSSES = {
     "a part": on_a_part,
     "under hooks": under_hooks,
     "narrow": lambda _, x, y: functional.cross_entropy(x.bfloat16(), y),
+    "by a function": lambda model, x, y: model.compute(x, y),
     "in two": lambda _, x, y: functional.nll_loss(functional.log_softmax(x, 1), y),
 }
 
@@ -337,6 +338,35 @@ def test_a_mode_of_the_users_stays_where_it_is():
         watched = model(**batch)
 
     assert torch.equal(plain, watched) and functional.linear in seen
+
+
+def test_a_model_that_calls_itself_again_has_one_window():
+    model, batch = encoding()
+    fitted = leanstep.fit(model, batch, budget="60%")
+    inner = model.forward
+    fitted.remove()
+    # As Accelerate keeps the forward that it has found.
+    model.forward = lambda *args, **kwargs: inner(*args, **kwargs)
+    fitted = leanstep.fit(model, batch, budget="60%")
+    assert fitted.plan.loss is not None and fitted.plan.changed
+    seen = []
+    model.layers[0].linear1.register_forward_pre_hook(
+        lambda *_: seen.append(torch.overrides._get_current_function_mode_stack())
+    )
+
+    model(**batch)
+
+    assert seen == [[]]
+
+
+def test_a_loss_that_is_compiled_is_the_compilers():
+    model, batch = reading("by a function")
+    model.compute = functional.cross_entropy
+    expected = model(**batch)
+    leanstep.fit(model, batch, budget="85%")
+    model.compute = torch.compile(lambda x, y: functional.cross_entropy(x, y), backend="eager")
+
+    assert torch.equal(model(**batch), expected)
 
 
 def test_three_steps_of_training_have_the_bits_of_the_untouched_model():

@@ -1,8 +1,8 @@
 """Apply a plan to a model, and undo it."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,8 +18,31 @@ from leanstep.engines.scope import ModulePaths, Scope
 from leanstep.errors import InputError, PlanError
 from leanstep.ir import Decision, Engine, Plan
 
-# A module, what runs its calls, and what runs them without a plan.
-_Placed = tuple[torch.nn.Module, Callable[..., Any], Callable[..., Any] | None]
+# These ask whether a function mode is on, and then compute another way.
+_MODE_ASKING = (
+    torch.nn.MultiheadAttention,
+    torch.nn.TransformerEncoder,
+    torch.nn.TransformerEncoderLayer,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A module, what runs its calls (with their hooks or inside them), and what does unplanned."""
+
+    module: torch.nn.Module
+    runner: Runner
+    unplanned: Runner | None
+    with_hooks: bool
+
+    def put(self) -> None:
+        attach(self.module, self.runner, with_hooks=self.with_hooks)
+
+    def pause(self) -> None:
+        if self.unplanned is None:
+            detach(self.module)
+        else:
+            attach(self.module, self.unplanned)
 
 
 class Applied:
@@ -28,20 +51,23 @@ class Applied:
     def __init__(self, model: torch.nn.Module, plan: Plan) -> None:
         self.model, self.plan = model, plan
         self.rounds = Round(Lot(plan))
-        self._runners: list[_Placed] = []
+        self._placed: list[_Placed] = []
 
     def put(
         self,
         module: torch.nn.Module,
-        runner: Callable[..., Any],
-        unplanned: Callable[..., Any] | None = None,
+        runner: Runner,
+        unplanned: Runner | None = None,
+        *,
+        with_hooks: bool = False,
     ) -> None:
         """Let a module's calls go through a runner; and through another where nothing is planned.
 
         A compiled block without a plan is still a compiled one.
         """
-        attach(module, runner)
-        self._runners.append((module, runner, unplanned))
+        placed = _Placed(module, runner, unplanned, with_hooks)
+        placed.put()
+        self._placed.append(placed)
 
     @property
     def has_met_loss(self) -> bool:
@@ -51,27 +77,23 @@ class Applied:
 
     def remove(self) -> None:
         """Give the model back exactly as it was."""
-        while self._runners:
-            module, *_ = self._runners.pop()
-            detach(module)
+        while self._placed:
+            detach(self._placed.pop().module)
 
     def pause(self) -> None:
         """Let the model run unplanned until `resume`."""
-        for module, _, unplanned in self._runners:
-            if unplanned is None:
-                detach(module)
-            else:
-                attach(module, unplanned)
+        for placed in self._placed:
+            placed.pause()
 
     def set_aside(self) -> None:
         """Leave the model to another plan until `resume`."""
-        for module, *_ in self._runners:
-            detach(module)
+        for placed in self._placed:
+            detach(placed.module)
 
     def resume(self) -> None:
         """Put a paused plan back in force, with all it has recorded."""
-        for module, runner, _ in self._runners:
-            attach(module, runner)
+        for placed in self._placed:
+            placed.put()
 
     @contextmanager
     def observed_by(self, observer: Observer) -> Iterator[None]:
@@ -135,8 +157,33 @@ def apply(model: torch.nn.Module, plan: Plan, *, refuse_at_first_call: bool = Fa
             _runner(scope, unplanned, make) if unplanned else None,
         )
     if applied.rounds.window is not None and plan.loss is not None:
-        applied.put(modules[plan.loss.path], applied.rounds.window)
+        module, window = modules[plan.loss.path], applied.rounds.window
+        planned = [decision for decisions in by_path.values() for decision in decisions]
+        blocks = {modules[path] for decision in planned for path in _paths(decision)}
+        for asking in _mode_asking(module, blocks):
+            applied.put(asking, window.run_closed, with_hooks=True)
+        applied.put(module, window)
     return applied
+
+
+def _paths(decision: Decision) -> list[str]:
+    """The modules that a block is made of."""
+    if not decision.children:
+        return [decision.path]
+    return [f"{decision.path}.{child}".lstrip(".") for child in decision.children]
+
+
+def _mode_asking(
+    module: torch.nn.Module, blocks: Container[torch.nn.Module]
+) -> Iterator[torch.nn.Module]:
+    """The modules inside that must run without a mode, outside of blocks, which always do."""
+    for child in module.children():
+        if child in blocks:
+            continue
+        if isinstance(child, _MODE_ASKING):
+            yield child
+        else:
+            yield from _mode_asking(child, blocks)
 
 
 def _unplanned(plan: Plan, decisions: list[Decision]) -> list[Decision]:

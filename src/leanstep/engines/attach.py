@@ -1,4 +1,4 @@
-"""Put a runtime in front of a module's forward, and take it away again.
+"""Put a runtime in front of a module's forward or of its whole call, and take it away again.
 
 The module gets a subclass of its own class; nothing is stored in the module. So its parameters,
 buffers, hooks and `state_dict` are what they were, a deep copy or a pickle is of the original
@@ -24,17 +24,19 @@ _subclasses: dict[tuple[type[torch.nn.Module], str], type[torch.nn.Module]] = {}
 _originals: dict[type[torch.nn.Module], type[torch.nn.Module]] = {}
 
 
-def attach(module: torch.nn.Module, runner: Runner) -> None:
-    """Let every call of the module's forward go through the runner.
+def attach(module: torch.nn.Module, runner: Runner, *, with_hooks: bool = False) -> None:
+    """Let every call of the module's forward go through the runner, `with_hooks` or inside them.
 
     A module with a forward of its own, as Accelerate gives it one for mixed precision, does not ask
-    its class for that: there the runner runs it with its hooks.
+    its class for that: there it is always with them, and who calls that forward himself passes the
+    runner by.
     """
     if _is_carried(module):
         _runners[module] = runner
         return
     original = original_class(module)
-    kind = original, "__call__" if "forward" in vars(module) else "forward"
+    is_whole = with_hooks or "forward" in vars(module)
+    kind = original, "__call__" if is_whole else "forward"
     if kind not in _subclasses:
         subclass = _make_subclass(*kind)
         _subclasses[kind], _originals[subclass] = subclass, original

@@ -7,6 +7,7 @@ that are shares, images.
 """
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from leanstep.torch_loss import (
     Way,
     gradients_of_kept,
     is_batched,
+    is_on,
     is_plain,
     loss_of,
     scores_gradient,
@@ -67,7 +69,7 @@ def cross_entropy(
     found = None
     if input.dim() == 2 and not is_traced():
         num_rows = rows_in_chunk(max(1, len(input)), FLOAT_BYTES * input.numel())
-        found = by_rows(num_rows, dict(zip(_NAMES, given, strict=True)))
+        found = _by_rows(num_rows, dict(zip(_NAMES, given, strict=True)))
     return functional.cross_entropy(*given) if found is None else found
 
 
@@ -87,7 +89,7 @@ class Window(TorchFunctionMode):
         kwargs: dict[str, Any],
     ) -> Any:
         """Run one call of the module."""
-        if not torch.is_grad_enabled() or is_traced():
+        if not torch.is_grad_enabled() or is_traced() or is_on(self):
             return forward(module, *args, **kwargs)
         with self:
             return forward(module, *args, **kwargs)
@@ -96,8 +98,8 @@ class Window(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Stand in front of every function of torch, for one of them."""
-        if func is functional.cross_entropy:
-            found = by_rows(self._num_rows, by_name(args, kwargs or {}))
+        if func is functional.cross_entropy and not torch.compiler.is_compiling():
+            found = _by_rows(self._num_rows, _by_name(args, kwargs or {}))
             if found is not None:
                 self.runs += 1
                 return found
@@ -107,8 +109,19 @@ class Window(TorchFunctionMode):
         """Blocks run as ever: compiled code would be compiled anew for a mode."""
         return stepping_aside(self)
 
+    def run_closed(
+        self,
+        module: torch.nn.Module,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run one call of another module inside: some of torch's compute otherwise under a mode."""
+        with self.closed():
+            return call(module, *args, **kwargs)
 
-def by_name(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+
+def _by_name(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a cross entropy; torch itself says what is wrong with others."""
     try:
         given = _SIGNATURE.bind(*args, **kwargs)
@@ -119,10 +132,11 @@ def by_name(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return given.arguments
 
 
-def by_rows(num_rows: int, given: Mapping[str, Any]) -> torch.Tensor | None:
+def _by_rows(num_rows: int, given: Mapping[str, Any]) -> torch.Tensor | None:
     """The loss, or None where it is not one for rows."""
     input, target = given["input"], given["target"]
-    way = known_way(num_rows, given)
+    is_one = torch.is_grad_enabled() and are_for_rows(num_rows, given)
+    way = _way(input, target) if is_one else None
     if way is None:
         return None
     how = Rows(way, num_rows, given["reduction"], given["ignore_index"])
@@ -136,12 +150,10 @@ def by_rows(num_rows: int, given: Mapping[str, Any]) -> torch.Tensor | None:
     return loss
 
 
-def known_way(num_rows: int, given: Mapping[str, Any]) -> Way | None:
-    """How torch makes a loss, or None where it is not one for rows."""
+def are_for_rows(num_rows: int, given: Mapping[str, Any]) -> bool:
+    """Whether a cross entropy of these is one for so many rows at a time."""
     input, target = given["input"], given["target"]
-    if not is_plain(given) or not _are_rows(input, target) or len(input) <= num_rows:
-        return None
-    return _way(input, target)
+    return is_plain(given) and _are_rows(input, target) and len(input) > num_rows
 
 
 def _are_rows(logits: torch.Tensor, labels: torch.Tensor) -> bool:
@@ -149,7 +161,6 @@ def _are_rows(logits: torch.Tensor, labels: torch.Tensor) -> bool:
     is_known = type(logits) is torch.Tensor and type(labels) is torch.Tensor
     return (
         is_known
-        and torch.is_grad_enabled()
         and logits.requires_grad
         and (logits.dim(), labels.dim()) == (2, 1)
         and logits.is_contiguous()
@@ -194,21 +205,11 @@ class _InChunks(torch.autograd.Function):
         labels: torch.Tensor,
         how: Rows,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # The score of each row's label is all that the loss reads.
-        places = labels.masked_fill(labels == how.ignored, 0)[:, None]
-        kept: torch.Tensor | None = None
-        for start in range(0, len(logits), how.num_rows):
-            rows = slice(start, start + how.num_rows)
-            part = how.way.read(how.way.scores(logits[rows]).gather(1, places[rows]))
-            kept = part.new_empty(len(logits)) if kept is None else kept
-            kept[rows] = part[:, 0]
-        assert kept is not None, "there is more than a chunk"
-        del places
-        loss, total = loss_of(kept, labels, how.reduction, how.ignored)
+        loss, total, dtype = get_loss(logits, labels, how)
         again = logits.detach()
         ctx.save_for_backward(again, labels, total)
         ctx.set_materialize_grads(False)
-        ctx.how, ctx.dtype, ctx.alone = how, kept.dtype, holders_when_alone(logits)
+        ctx.how, ctx.dtype, ctx.alone = how, dtype, holders_when_alone(logits)
         return loss, again
 
     @staticmethod
@@ -225,8 +226,25 @@ class _InChunks(torch.autograd.Function):
         return found, None, None
 
 
+def get_loss(
+    logits: torch.Tensor, labels: torch.Tensor, how: Rows
+) -> tuple[torch.Tensor, torch.Tensor, torch.dtype]:
+    """The loss, chunk by chunk; how many rows it is about; and the type of what it reads."""
+    # The score of each row's label is all that it reads.
+    places = labels.masked_fill(labels == how.ignored, 0)[:, None]
+    kept: torch.Tensor | None = None
+    for start in range(0, len(logits), how.num_rows):
+        rows = slice(start, start + how.num_rows)
+        part = how.way.read(how.way.scores(logits[rows]).gather(1, places[rows]))
+        kept = part.new_empty(len(logits)) if kept is None else kept
+        kept[rows] = part[:, 0]
+    assert kept is not None, "there is a row"
+    del places
+    return *loss_of(kept, labels, how.reduction, how.ignored), kept.dtype
+
+
 def _by_chunks(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-    logits, labels, total = ctx.saved_tensors
+    logits, labels, total = _saved(ctx)
     logits = logits.detach()
     # Compiled autograd runs this on stand-ins, which nobody holds.
     is_known = ctx.alone is not None and not torch.compiler.is_compiling()
@@ -234,6 +252,20 @@ def _by_chunks(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
     found = logits if is_ours else torch.empty_like(logits)
     put_gradient(found, gradient, (logits, labels, total), ctx.how, ctx.dtype)
     return found
+
+
+def _saved(ctx: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    try:
+        saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = ctx.saved_tensors
+    except RuntimeError as error:
+        if "inplace operation" not in str(error):
+            raise
+        raise RuntimeError(
+            "leanstep computes the loss some rows at a time, from logits that something has "
+            "written to after the loss: write to a copy of them, or have the loss as a whole with "
+            f"chunks=False. {error}"
+        ) from None
+    return saved
 
 
 def put_gradient(
@@ -271,7 +303,7 @@ def put_gradient(
 
 def _at_once(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
     """The same for several gradients in one, as `vmap` hands them over."""
-    (logits, labels, total), how = ctx.saved_tensors, ctx.how
+    (logits, labels, total), how = _saved(ctx), ctx.how
     scores = how.way.scores(logits)
     read = how.way.read(scores)
     rising = scores_gradient(gradient, read, labels, how.reduction, how.ignored, total)
@@ -280,7 +312,13 @@ def _at_once(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
 
 def _twice_differentiable(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
     """The same as a whole, by torch's own ops: somebody wants the gradient of the gradient."""
-    (logits, labels, _), how = ctx.saved_tensors, ctx.how
+    warnings.warn(
+        "leanstep computes the loss some rows at a time, and the gradient of its gradient is asked "
+        "for: where the two are added up, the last bits are not those of the loss as a whole "
+        "(chunks=False).",
+        stacklevel=2,
+    )
+    (logits, labels, _), how = _saved(ctx), ctx.how
     with torch.autocast(logits.device.type, enabled=False):
         scores = functional.log_softmax(logits, 1, dtype=how.way.scores_dtype(logits.dtype))
         loss = functional.nll_loss(

@@ -5,131 +5,149 @@ scores of all rows are there, the loss is computed some rows at a time as well, 
 backward has the gradient of the logits, that of the last rows is. Nothing of the step is changed.
 """
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from leanstep.chunks import EVEN_ROWS, FLOAT_BYTES, rows_in_chunk
-from leanstep.engines.loss import Rows, by_name, by_rows, known_way, put_gradient
+from leanstep.engines.loss import Rows, are_for_rows, get_loss, put_gradient
 from leanstep.outcome import same
-from leanstep.torch_loss import taken_off, unhooked
+from leanstep.recorder.losses import given_arguments
+from leanstep.torch_loss import LOSS, LOSS_BACKWARD, SCORES, SCORES_BACKWARD, Way
 from leanstep.torch_private import past_every_mode
 
 # The gradient is compared for one row in so many, at least, since these logits are held for it.
 _ROWS_PER_COMPARED = 64
 
+_OPS = {SCORES, LOSS, LOSS_BACKWARD, SCORES_BACKWARD}
+
 _UNSEEN = "no call of it was seen that could be"
+_TWICE = "its gradient has a gradient, which is summed up in another order then"
 
 
-class WitnessedLoss(TorchFunctionMode):
-    """Watches a forward for its cross entropy; what it runs itself, it runs `aside`.
+class WitnessedLoss:
+    """Is told of every op of a step, with what it returns; what it runs itself, it runs `aside`.
 
     `doubt` says why the loss should stay whole. It is empty once both loss and gradient were seen
-    to have the same bits.
+    to have the same bits. That is of the last loss: a step with several has none in chunks.
     """
 
     def __init__(self, aside: Callable[[], AbstractContextManager[None]]) -> None:
-        super().__init__()
         self.doubt = _UNSEEN
         self._aside = aside
-        self._handles: list[Any] = []
+        self._scores: _Scores | None = None
+        self._rows: _LastRows | None = None
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Stand in front of every function of torch, and look at what one of them returns."""
-        result = func(*args, **(kwargs or {}))
-        if func is functional.cross_entropy:
-            self._try(lambda: self._see_loss(result, by_name(args, kwargs or {})))
-        return result
-
-    def watch(self) -> None:
-        """Look at every function from here on: the forward begins."""
-        self.__enter__()  # type: ignore[no-untyped-call]
-
-    def leave(self) -> None:
-        """Look no more: the forward has ended."""
-        taken_off(self)
-
-    def _try(self, compare: Callable[[], str]) -> None:
-        """Compare without a trace; whatever is in the way is a reason to leave the loss whole."""
+    def __call__(self, func: Any, args: Sequence[Any], out: Any) -> None:
+        """Look at one op; whatever is in the way is a reason to leave the loss whole."""
+        if func not in _OPS or out is NotImplemented:
+            return
+        has_gradient = torch.is_grad_enabled()
         try:
-            with self._aside(), past_every_mode(), unhooked():
-                self.doubt = compare()
+            with self._aside(), past_every_mode(), torch.no_grad():
+                self._see(func, args, out, has_gradient=has_gradient)
         except Exception as error:
-            self.doubt = f"in chunks it raised {error!r}"
+            self._rows, self.doubt = None, f"in chunks it raised {error!r}"
 
-    def _see_loss(self, whole: torch.Tensor, given: Mapping[str, Any]) -> str:
-        input, target = given["input"], given["target"]
-        if not (isinstance(input, torch.Tensor) and input.dim() == 2 and input.requires_grad):
+    def _see(self, func: Any, args: Sequence[Any], out: Any, *, has_gradient: bool) -> None:
+        rows = self._rows
+        if func is SCORES:
+            self._scores = _Scores(args[0].dtype, out.dtype, out.data_ptr())
+        elif func is LOSS:
+            self._rows = None
+            self.doubt = self._compared(args[0], out[0], has_gradient=has_gradient)
+        elif rows is None:
+            return
+        elif func is LOSS_BACKWARD and args[1].data_ptr() == rows.read:
+            rows.rising = args[0]
+        elif func is SCORES_BACKWARD and args[1].data_ptr() == rows.scores:
+            self._rows = None
+            self.doubt = _TWICE if has_gradient else rows.compared(out)
+
+    def _compared(self, read: torch.Tensor, whole: torch.Tensor, *, has_gradient: bool) -> str:
+        """What is wrong with the loss in chunks, beside that of torch."""
+        given, scores = given_arguments(), self._scores
+        if given is None or scores is None or not has_gradient:
             return _UNSEEN
-        num_rows = rows_in_chunk(max(1, len(input)), FLOAT_BYTES * input.numel())
-        way = known_way(num_rows, given)
-        if way is None:
+        logits, labels = given["input"], given["target"]
+        num_rows = rows_in_chunk(max(1, len(logits)), FLOAT_BYTES * logits.numel())
+        if not are_for_rows(num_rows, given):
             return _UNSEEN
-        with torch.enable_grad():
-            chunked = by_rows(num_rows, {**given, "input": input.detach().requires_grad_()})
-        if chunked is None or not same(whole.detach(), chunked.detach()):
-            return "in chunks it had other bits on this device"
-        node = _node_of(whole, input)
-        if node is None:
-            return _UNSEEN
-        _, _, total = chunked.grad_fn.saved_tensors  # type: ignore[union-attr]
+        way = scores.way(logits.dtype, read.dtype)
         how = Rows(way, num_rows, given["reduction"], given["ignore_index"])
-        start = (len(input) - min(num_rows, len(input) // _ROWS_PER_COMPARED)) // EVEN_ROWS
-        start *= EVEN_ROWS
+        with torch.autocast(logits.device.type, enabled=False):
+            chunked, total, dtype = get_loss(logits.detach(), labels, how)
+        if not same(whole, chunked):
+            return "in chunks it had other bits on this device"
+        start = (len(logits) - min(num_rows, len(logits) // _ROWS_PER_COMPARED)) // EVEN_ROWS
+        last = logits.detach()[start * EVEN_ROWS :]
         # Copies: views would keep all the logits.
-        saved = input[start:].detach().clone(), target[start:].clone(), total
-        rows = _LastRows(start, saved, how, whole.dtype)
-        self._handles = [
-            whole.grad_fn.register_prehook(rows.see_rising),  # type: ignore[union-attr]
-            node.register_hook(lambda gradients, _: self._see_gradient(rows, gradients[0])),
-        ]
+        saved = last.clone(), labels[start * EVEN_ROWS :].clone(), total
+        place = _Place(weakref.ref(last.untyped_storage()), last.storage_offset(), last.stride())
+        self._rows = _LastRows(read.data_ptr(), scores.address, saved, place, how, dtype)
         return "its gradient was not asked for"
 
-    def _see_gradient(self, rows: "_LastRows", gradient: torch.Tensor) -> None:
-        self._try(lambda: rows.compared(gradient))
-        while self._handles:
-            self._handles.pop().remove()
+
+@dataclass(frozen=True, slots=True)
+class _Scores:
+    """Scores that were made: of which type, as which type, and where they are."""
+
+    of: torch.dtype
+    dtype: torch.dtype
+    address: int
+
+    def way(self, logits: torch.dtype, read: torch.dtype) -> Way:
+        """How torch has made them, and read them for the loss."""
+        cast = self.of if self.of is not logits else None
+        return Way(cast, self.dtype is not self.of, read if read is not self.dtype else None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where rows of logits are, for as long as somebody holds them."""
+
+    storage: "weakref.ref[torch.UntypedStorage]"
+    offset: int
+    stride: tuple[int, ...]
+
+    def holds(self, rows: torch.Tensor) -> bool:
+        """Whether nobody has written there since, which autograd does not always see."""
+        storage = self.storage()
+        if storage is None:
+            return True
+        now = torch.empty(0, dtype=rows.dtype, device=rows.device)
+        return same(now.set_(storage, self.offset, rows.shape, self.stride), rows)
 
 
 @dataclass(slots=True)
 class _LastRows:
-    """The logits of the rows from `start` on, until backward has their gradient."""
+    """The last rows of logits until backward has their gradient, and where torch has their scores.
 
-    start: int
+    `read` is the address of what the loss reads, and `scores` that of what it is made of; `saved`
+    are copies of logits and labels, and how many rows the loss is about.
+    """
+
+    read: int
+    scores: int
     saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    place: _Place
     how: Rows
     dtype: torch.dtype
     rising: torch.Tensor | None = None
 
-    def see_rising(self, gradients: tuple[torch.Tensor, ...]) -> None:
-        """Note the gradient of the loss: of the whole one, or of every row."""
-        self.rising = gradients[0]
-
     def compared(self, whole: torch.Tensor) -> str:
         """What is wrong with the gradient of these rows, beside that of all."""
-        assert self.rising is not None, "the loss has its gradient before the logits have theirs"
-        rising = self.rising[self.start :] if self.rising.dim() else self.rising
-        with torch.no_grad():
-            found = torch.empty_like(self.saved[0])
-            put_gradient(found, rising, self.saved, self.how, self.dtype)
-        is_same = same(whole[self.start :], found)
+        rows, num_rows = self.saved[0], len(self.saved[0])
+        if self.rising is None:
+            return "its gradient is made in another way"
+        if not self.place.holds(rows):
+            return "its logits are written to before backward"
+        rising = self.rising[-num_rows:] if self.rising.dim() else self.rising
+        found = torch.empty_like(rows)
+        put_gradient(found, rising, self.saved, self.how, self.dtype)
+        is_same = same(whole[-num_rows:].to(rows.dtype), found)
         return "" if is_same else "in chunks its gradient had other bits on this device"
-
-
-def _node_of(loss: torch.Tensor, logits: torch.Tensor) -> Any:
-    """The node whose result in backward is what a loss adds to the gradient of its logits."""
-    edge = torch.autograd.graph.get_gradient_edge(logits)
-    node = loss.grad_fn
-    while node is not None and node.next_functions:
-        following, place = node.next_functions[0]
-        if (following, place) == (edge.node, edge.output_nr):
-            return node
-        node = following
-    return None

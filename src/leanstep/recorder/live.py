@@ -33,10 +33,12 @@ Unpacker = Callable[[Any], torch.Tensor]
 class LiveRecording(StepRecording):
     """A recording of the untouched step, while its blocks run otherwise.
 
-    `out_of_memory` makes the error to raise where the device is full.
+    `out_of_memory` makes the error to raise where the device is full. A `witness` is told of each
+    op that is written down, with what it was given and what it returns.
     """
 
     out_of_memory: Callable[["LiveRecording", str], Exception] | None = None
+    witness: Callable[[Any, Sequence[Any], Any], None] | None = None
 
     def __init__(self, *args: Any, has_optimizer: bool = True, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -63,7 +65,10 @@ class LiveRecording(StepRecording):
         if self.has_failed:
             return func(*args, **(kwargs or {}))
         try:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+            if self.witness is not None and not self._internal:
+                self.witness(func, args, out)
+            return out
         except torch.OutOfMemoryError:
             if self.out_of_memory is None:
                 raise
