@@ -14,7 +14,9 @@ recorder's account.
 """
 
 import sys
+import traceback
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -53,6 +55,8 @@ class Lean:
         self._make_plan = make_plan
         self._applied: Applied | None = None
         self._first: FirstStep | None = None
+        # The call of the model that runs.
+        self._call: FrameType | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._handles: list[Any] = []
         self._optimizer_handles: list[Any] = []
@@ -146,14 +150,22 @@ class Lean:
             self._first.end_forward()
 
     def _stop_watching(self) -> None:
+        self._call = None
         while self._handles:
             self._handles.pop().remove()
 
     def _before_call(
         self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if model is self.model:
-            self.begin_step(kwargs if not args else args if not kwargs else (args, kwargs))
+        if model is not self.model:
+            return
+        calls = _calls_of_modules()
+        if self._first is not None and self._call is not None and self._call not in calls:
+            # It was interrupted (by Ctrl-C in a notebook, say), and no hook is called then.
+            self._first.fail()
+        # None where a compiler runs it.
+        self._call = calls[0] if calls else None
+        self.begin_step(kwargs if not args else args if not kwargs else (args, kwargs))
 
     def _begin(self, batch: Any) -> None:
         if self._first is None:
@@ -170,8 +182,11 @@ class Lean:
             raise
 
     def _after_call(self, model: torch.nn.Module, args: Any, result: Any) -> None:
+        if model is not self.model:
+            return
+        self._call = None
         has_raised = result is None and sys.exc_info()[0] is not None
-        if has_raised and self._first is not None and model is self.model:
+        if has_raised and self._first is not None:
             # Whoever catches that may try again with a smaller batch.
             self._first.fail()
 
@@ -258,6 +273,12 @@ def lean(
     lazy = Lean(model, make_plan, chunks=chunks)
     lazy.watch(optimizer, takeover=takeover)
     return lazy
+
+
+def _calls_of_modules() -> list[FrameType]:
+    """Those that run now on this thread, the innermost first."""
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
+    return [frame for frame in frames if frame.f_code is torch.nn.Module._call_impl.__code__]
 
 
 def _budget_bytes(budget: str | int, model: torch.nn.Module, profile: Profile) -> int:

@@ -265,6 +265,23 @@ def test_evaluation_before_and_an_error_in_forward_do_not_count() -> None:
     assert lean.plan is not None
 
 
+def test_a_call_that_was_interrupted_does_not_count() -> None:
+    expected = trained(*models.build("gpt2-tiny"))
+    model, batch, loss, optimizer = models.build("gpt2-tiny")
+    lean = leanstep.lean(model, optimizer, budget="80%")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.layers[1].register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        loss(model, batch)
+    handle.remove()
+
+    assert_equal(expected, trained(model, batch, loss, optimizer))
+    assert lean.plan is not None and lean.plan.changed
+
+
 @pytest.mark.parametrize("when", ["before", "between forward and backward", "after"])
 def test_removing_leaves_no_trace(when: str) -> None:
     model, batch, loss, optimizer = models.build("gpt2-tiny")
