@@ -35,7 +35,7 @@ from leanstep.sharing import check_same, shared_plan, together
 from leanstep.solvers.base import Solver
 from leanstep.solvers.registry import find_solver
 from leanstep.step import make_step
-from leanstep.torch_private import in_backward
+from leanstep.torch_private import MODULE_CALL_CODE, in_backward
 from leanstep.truth import return_cached
 from leanstep.units import check_budget, parse_budget
 
@@ -278,7 +278,7 @@ def lean(
 def _calls_of_modules() -> list[FrameType]:
     """Those that run now on this thread, the innermost first."""
     frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
-    return [frame for frame in frames if frame.f_code is torch.nn.Module._call_impl.__code__]
+    return [frame for frame in frames if frame.f_code is MODULE_CALL_CODE]
 
 
 def _budget_bytes(budget: str | int, model: torch.nn.Module, profile: Profile) -> int:
