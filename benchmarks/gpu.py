@@ -7,119 +7,31 @@
 
 Every peer's peak is given to leanstep as its budget. Each method gets a few warm steps, then the
 median of several; eager runs first and last. Rows are appended, so models and peers can be run one
-at a time; a ratio is taken only between rows of one call. With `--rounds 6` a peer and ours take
-turns, that often: where a step waits for the host, and the host is busy besides, one after the
-other is not side by side.
+at a time; a ratio is taken only between rows of one call. With `--rounds 6` a peer and ours (each
+of the variants) take turns, that often: where a step waits for the host, and the host is busy
+besides, one after the other is not side by side.
 """
 
 import argparse
-import functools
 import gc
 import itertools
 import json
 import statistics
 import sys
 import time
-from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from gpu_peers import PEERS, switched_off
 from gpu_rows import SIZES, line, show
 from torch.utils._pytree import tree_map
-from torch.utils.checkpoint import checkpoint
 
 import leanstep
 from leanstep import models
 
 # Calls 1 to 4, 6, 10 and 18 of a block are recorded: what is timed lies between.
 WARM, TIMED = 10, 6
-
-
-# What a user can have today.
-
-
-@contextmanager
-def forwards_replaced(blocks, wrap):
-    for block in blocks:
-        block.forward = wrap(block.forward)
-    try:
-        yield
-    finally:
-        for block in blocks:
-            del block.forward
-
-
-def checkpointed(every):
-    def method(blocks):
-        def wrap(forward):
-            return functools.partial(checkpoint, forward, use_reentrant=False)
-
-        return forwards_replaced(blocks[::every], wrap)
-
-    return method
-
-
-@contextmanager
-def regional(blocks, budget=1.0):
-    from torch._functorch import config
-
-    torch._dynamo.reset()
-    with config.patch(activation_memory_budget=budget):
-        for block in blocks:
-            block.compile()
-        try:
-            yield
-        finally:
-            for block in blocks:
-                block._compiled_call_impl = None
-            torch._dynamo.reset()
-
-
-@contextmanager
-def regional_checkpointed(blocks):
-    torch._dynamo.reset()
-
-    def wrap(forward):
-        compiled = torch.compile(forward)
-        return functools.partial(checkpoint, compiled, use_reentrant=False)
-
-    with forwards_replaced(blocks, wrap):
-        yield
-    torch._dynamo.reset()
-
-
-@contextmanager
-def switched_off(blocks):
-    """The blocks without what a peer has put in front of them, for a while."""
-    compiled = [(block, block._compiled_call_impl) for block in blocks]
-    replaced = [(block, forward) for block in blocks if (forward := vars(block).pop("forward", 0))]
-    for block in blocks:
-        block._compiled_call_impl = None
-    try:
-        yield
-    finally:
-        for block, call in compiled:
-            block._compiled_call_impl = call
-        for block, forward in replaced:
-            block.forward = forward
-
-
-def offloaded(blocks):
-    return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
-
-
-PEERS = {
-    "checkpoint": checkpointed(1),
-    "every2": checkpointed(2),
-    "regional": regional,
-    "regional-0.5": functools.partial(regional, budget=0.5),
-    "regional-0.2": functools.partial(regional, budget=0.2),
-    "regional+checkpoint": regional_checkpointed,
-    "save_on_cpu": offloaded,
-}
-
-
-# Measuring.
 
 
 def channels_last(leaf):
@@ -251,7 +163,7 @@ class Bench:
     def run(self):
         options = self.options
         self.measure("eager")
-        profile, profile_seconds = self.profiled()
+        profile, _ = self.profiles["replay"] = self.profiled()
         blocks = [self.model.get_submodule(b.path) for b in profile.blocks if not b.children]
         blocks = list(dict.fromkeys(blocks))
         budgets = {}
@@ -265,12 +177,8 @@ class Bench:
             if "failed" not in row:
                 budgets[peer] = row.get("peak_bytes") or self.budget_of(profile)
         for engine, variant in itertools.product(options.engines, options.variants):
-            facts = {
-                "engine": engine,
-                "exact": variant != "inexact",
-                "offload": variant != "no-offload",
-                "chunks": variant != "whole-loss",
-            }
+            facts = choices_of(engine, variant)
+            profile, profile_seconds = self.profiles["replay"]
             if engine == "inductor":
                 profile, profile_seconds = self.profiled(engine=engine, exact=facts["exact"])
                 self.note_forms(profile)
@@ -287,7 +195,7 @@ class Bench:
 
     def budget_of(self, profile):
         """For a try without a GPU, where peers' peaks are not measured."""
-        return int(0.6 * profile.peak_bytes)
+        return int(0.9 * profile.peak_bytes)
 
     def profiled(self, **choices):
         start = time.perf_counter()
@@ -312,6 +220,15 @@ class Bench:
                 print(f"        {form.name}: keeps {form.kept_bytes / 2**20:.0f} MiB, {times}")
 
     def ours(self, profile, budget, facts):
+        applied = self.applied(profile, budget, facts)
+        if applied is not None:
+            try:
+                self.measure("leanstep", **facts)
+            finally:
+                applied.remove()
+
+    def applied(self, profile, budget, facts):
+        """Our plan for a budget, in force, with its facts noted; None if it refuses."""
         facts["budget_bytes"] = budget
         choices = {name: facts[name] for name in ("engine", "exact", "offload", "chunks")}
         start = time.perf_counter()
@@ -319,16 +236,13 @@ class Bench:
             plan = leanstep.plan(profile, budget, **choices)
         except leanstep.BudgetError as error:
             self.note({**self.common, "method": "leanstep", **facts, "failed": str(error)})
-            return
+            return None
         facts["plan_seconds"] = time.perf_counter() - start
         facts |= self.predicted(profile, plan)
         start = time.perf_counter()
         applied = leanstep.apply(self.model, plan)
         facts["apply_seconds"] = time.perf_counter() - start
-        try:
-            self.measure("leanstep", **facts)
-        finally:
-            applied.remove()
+        return applied
 
     def predicted(self, profile, plan):
         """What a plan promises, and what it is made of beside blocks."""
@@ -345,46 +259,40 @@ class Bench:
 
     def in_turns(self, peer, engine, blocks):
         """A peer and ours, in its peak, one after the other and again."""
-        common = {"rounds": self.options.rounds}
-        facts = {"engine": engine, "at": peer, "exact": True, "offload": True, "chunks": True}
-        facts |= common
         with PEERS[peer](blocks):
-            at_first = self._measured()
+            row = {**self.common, "method": peer, "rounds": self.options.rounds, **self._measured()}
             with switched_off(blocks):
-                if engine not in self.profiles:
-                    self.profiles[engine] = self.profiled(engine=engine)
-                    self.note_forms(self.profiles[engine][0])
-                profile, profile_seconds = self.profiles[engine]
-                budget = at_first.get("peak_bytes") or self.budget_of(profile)
-                try:
-                    plan = leanstep.plan(profile, budget, engine=engine)
-                except leanstep.BudgetError as error:
-                    self.note({**self.common, "method": peer, **at_first})
-                    refused = {"budget_bytes": budget, "failed": str(error)}
-                    self.note({**self.common, "method": "leanstep", **facts, **refused})
-                    return
-                applied = leanstep.apply(self.model, plan)
-                ours = self._measured()
-                kernels = self.kernels()
-                applied.set_aside()
-            times = {peer: [], "leanstep": []}
-            for _ in range(self.options.rounds):
+                rivals = self.rivals(peer, engine, row.get("peak_bytes"))
+            times = []
+            for _ in range(self.options.rounds if rivals else 0):
                 self.warmed(2)
-                times[peer] += self.timed(self.options.timed)
+                times += self.timed(self.options.timed)
                 with switched_off(blocks):
-                    applied.resume()
-                    self.warmed(2)
-                    times["leanstep"] += self.timed(self.options.timed)
-                    applied.set_aside()
-            peers_kernels = self.kernels()
-        applied.remove()
-        found = {**at_first, **self.figures(times[peer]), **peers_kernels}
-        self.note({**self.common, "method": peer, **common, **found})
-        facts |= {"profile_seconds": profile_seconds, "budget_bytes": budget}
-        facts |= self.predicted(profile, plan)
-        found = {**ours, **self.figures(times["leanstep"]), **kernels}
-        self.note({**self.common, "method": "leanstep", **facts, **found})
+                    for rival in rivals:
+                        rival.take_turn(self)
+            row |= self.kernels()
+        self.note({**row, **(self.figures(times) if times else {})})
+        for rival in rivals:
+            rival.applied.remove()
+            self.note({**rival.row, **self.figures(rival.times)})
         self.tidy()
+
+    def rivals(self, peer, engine, budget):
+        """Ours that take turns with a peer: each measured once, and set aside."""
+        if engine not in self.profiles:
+            self.profiles[engine] = self.profiled(engine=engine)
+            self.note_forms(self.profiles[engine][0])
+        profile, profile_seconds = self.profiles[engine]
+        rivals = []
+        for variant in self.options.variants:
+            facts = {**choices_of(engine, variant), "at": peer, "rounds": self.options.rounds}
+            facts["profile_seconds"] = profile_seconds
+            applied = self.applied(profile, budget or self.budget_of(profile), facts)
+            if applied is not None:
+                row = {**self.common, "method": "leanstep", **facts}
+                rivals.append(Rival(applied, {**row, **self._measured(), **self.kernels()}))
+                applied.set_aside()
+        return rivals
 
     def fitted(self, budget, facts):
         """As a user has it: with what a first measured step teaches, and planned again."""
@@ -406,6 +314,31 @@ class Bench:
             self.measure("leanstep", **facts)
         finally:
             fitted.remove()
+
+
+def choices_of(engine, variant):
+    """What a variant of ours is planned with."""
+    return {
+        "engine": engine,
+        "exact": variant != "inexact",
+        "offload": variant != "no-offload",
+        "chunks": variant != "whole-loss",
+    }
+
+
+@dataclass
+class Rival:
+    """A plan of ours that takes turns with a peer."""
+
+    applied: object
+    row: dict
+    times: list = field(default_factory=list)
+
+    def take_turn(self, bench):
+        self.applied.resume()
+        bench.warmed(2)
+        self.times += bench.timed(bench.options.timed)
+        self.applied.set_aside()
 
 
 # Which words in a kernel's name tell its kind; the first that fits counts.
@@ -464,8 +397,9 @@ def arguments():
 if __name__ == "__main__":
     options = arguments()
     if getattr(options, "rounds", 0) and (
-        "save_on_cpu" in options.peers or options.shares or options.variants != ["exact"]
+        "save_on_cpu" in options.peers or options.shares or {"inexact", "fit"} & {*options.variants}
     ):
-        # Hooks of a peer's would take what ours saves; and only peers have turns.
+        # Hooks of a peer's would take what ours saves; and only plans at the peaks of peers have
+        # turns, all by one profile.
         sys.exit("--rounds is for exact plans at the peaks of peers other than save_on_cpu")
     options.do(options)
