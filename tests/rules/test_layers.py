@@ -26,6 +26,7 @@ SOLVERS = SIMULATOR | {"solvers"}
 PLANNER = SOLVERS | {"planner"}
 DEVICE = REBUILD | {
     "torch_private",
+    "torch_fake",
     "torch_autograd",
     "torch_programs",
     "torch_compiler",
@@ -63,6 +64,7 @@ MAY_IMPORT = {
     "reporters": PLANNER | {"reporters"},
     "condense": IR,
     "torch_private": BASE,
+    "torch_fake": BASE,
     "torch_autograd": BASE | {"torch_private"},
     "torch_programs": BASE | {"torch_autograd"},
     "torch_compiler": BASE | {"torch_private", "torch_autograd", "torch_programs"},
@@ -122,7 +124,7 @@ TORCH = {
     ),
     *("eager", "owners", "generators", "torch_compiler", "forms", "outcome", "study", "checkup"),
     *("cutter", "firststep", "lazy", "sharing", "reduction", "torch_interpreter"),
-    *("torch_precision", "torch_autograd", "torch_loss", "torch_programs"),
+    *("torch_precision", "torch_autograd", "torch_loss", "torch_programs", "torch_fake"),
 }
 WITHOUT_TORCH = (
     "corrections",

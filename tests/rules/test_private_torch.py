@@ -1,7 +1,8 @@
 """Names of torch that begin with an underscore are used in torch_private.py, the compiler's in
 torch_compiler.py, those of the programs that it makes in torch_programs.py, those of nodes of
 autograd in torch_autograd.py, those of the interpreter of graphs in torch_interpreter.py, those of
-float32's precision in torch_precision.py, those of a cross entropy in torch_loss.py.
+float32's precision in torch_precision.py, those of a cross entropy in torch_loss.py, those of
+tensors without memory in torch_fake.py.
 
 They change between versions of torch; that file says what each is for and which versions have it.
 """
@@ -15,6 +16,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "leanstep"
 HOMES = (
     "torch_private.py",
+    "torch_fake.py",
     "torch_autograd.py",
     "torch_compiler.py",
     "torch_programs.py",

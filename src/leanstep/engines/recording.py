@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from leanstep import torch_private
+from leanstep import torch_fake, torch_private
 from leanstep.blockgraph import (
     NEVER_RERUN,
     STATISTICS_ARE_OPTIONAL,
@@ -165,7 +165,7 @@ class CallRecorder(torch_private.TorchDispatchMode):
         if any(map(torch_private.wraps_others, types)):
             # It is taken apart first; the ops on its parts come here again.
             return NotImplemented
-        if self.paused or torch_private.is_imagined(types):
+        if self.paused or torch_fake.is_imagined(types):
             return func(*args, **kwargs)
         info = op_info(func)
         self.names.append(info.name)

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
+from leanstep.torch_fake import is_fake, replace_tensors
 from leanstep.torch_private import (
-    is_fake,
     local_tensor,
     on_storage_of,
     past_every_mode,
-    replace_tensors,
     storage_address,
     tree_map,
 )

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from leanstep import torch_private
+from leanstep import torch_fake, torch_private
 from leanstep.ir import (
     Category,
     Fact,
@@ -135,7 +135,7 @@ class StepRecording(torch_private.TorchDispatchMode):
         # Marks in a trace (`record_function`, every optimizer's step) compute nothing, nor does a
         # question for a fake tensor's device.
         is_aside = self._internal or func.namespace in ("profiler", "prim")
-        if is_aside or (not self.meter.sees_fakes and torch_private.is_imagined(types)):
+        if is_aside or (not self.meter.sees_fakes and torch_fake.is_imagined(types)):
             return func(*args, **kwargs)
         info = op_info(func)
         self._poll_natural_deaths()
