@@ -1,8 +1,6 @@
 """The whole pipeline in one call."""
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -11,12 +9,11 @@ from typing import Any
 import torch
 
 from leanstep import engines, planner
-from leanstep.api import WITHOUT_LIMIT, profile_for, refuse_fitted, unplanned_plan
+from leanstep.api import WITHOUT_LIMIT, profile_for, refuse_fitted
+from leanstep.attempts import Attempt, unverified, verified
 from leanstep.config import read_config
-from leanstep.corrections import with_cpu_seconds, with_missed_bytes, without_wasted_bytes
 from leanstep.engines import Applied
-from leanstep.errors import BudgetError, MeasureError, VerifyError
-from leanstep.ir import Exclusion, Plan, Profile, Verdict
+from leanstep.ir import Plan, Profile, Verdict
 from leanstep.owners import Taken, taken_over
 from leanstep.planner.options import check_engine
 from leanstep.recorder.identity import identity_of
@@ -33,16 +30,7 @@ from leanstep.sharing import (
 from leanstep.solvers.base import Solver
 from leanstep.solvers.registry import find_solver
 from leanstep.step import Loss, TrainingStep, make_step
-from leanstep.truth import return_cached
-from leanstep.units import check_budget, format_bytes, parse_budget
-from leanstep.verifier import Look, judge, look_at_untouched
-
-# The share of the step's time that a second plan must promise to save.
-_WORTH_A_TRY = 0.02
-
-# How often a plan whose measured peak is above the budget is made anew. Once is enough where the
-# step is always the same; where sizes follow the data, as in mixtures of experts, no account is.
-_MOST_CORRECTIONS = 3
+from leanstep.units import check_budget, parse_budget
 
 
 @dataclass(frozen=True, repr=False)
@@ -153,12 +141,14 @@ def fit(
             chunks=chunks,
         )
         refuse_fitted(model)
-        fitted = _fit_on_rank_0(
-            model,
-            lambda: _fit(
-                step, profile_for(step, engine, exact=exact), budget, make_plan, verify=verify
-            ),
-        )
+        try_plans = verified if verify else unverified
+
+        def fit_here() -> Attempt:
+            recorded = profile_for(step, engine, exact=exact)
+            budget_bytes = _budget_bytes(budget, step, recorded)
+            return try_plans(step, recorded, lambda known: make_plan(known, budget_bytes))
+
+        fitted = _fit_on_rank_0(model, fit_here)
     return replace(fitted, taken=taken)
 
 
@@ -203,130 +193,19 @@ def from_config(
     return fitted
 
 
-def _fit_on_rank_0(model: torch.nn.Module, fit_here: Callable[[], Fit]) -> Fit:
+def _fit_on_rank_0(model: torch.nn.Module, fit_here: Callable[[], Attempt]) -> Fit:
     """Fit on rank 0, and apply its plan on all the others."""
-    own: list[Fit] = []
+    own: list[Applied] = []
 
     def work() -> tuple[Profile, Plan, Verdict | None]:
-        own.append(fit_here())
-        return own[0].profile, own[0].plan, own[0].verdict
+        attempt = fit_here()
+        own.append(attempt.applied)
+        return attempt.profile, attempt.plan, attempt.verdict
 
     recorded, plan, verdict = from_rank_0(work)
     plan = shared_plan(lambda: plan)
-    if own:
-        return together(lambda: own[0])
-    applied = together(lambda: engines.apply(model, plan))
+    applied = together(lambda: own[0] if own else engines.apply(model, plan))
     return Fit(recorded, plan, verdict, applied)
-
-
-def _fit(
-    step: TrainingStep,
-    recorded: Profile,
-    budget: str | int,
-    make_plan: Callable[..., Plan],
-    *,
-    verify: bool,
-) -> Fit:
-    budget_bytes = _budget_bytes(budget, step, recorded)
-
-    def plan_for(known: Profile) -> Plan:
-        return make_plan(known, budget_bytes)
-
-    # Looked at before anything is planned.
-    before = _look_at_unplanned(step, recorded) if verify else None
-    if before is None:
-        recorded, applied = _rehearsed(step, recorded, plan_for)
-        return Fit(recorded, applied.plan, None, applied)
-    recorded, applied, verdict = _judged(step, recorded, before, plan_for)
-    if verdict.within_budget:
-        fitted = Fit(recorded, applied.plan, verdict, applied)
-        for improve in (_with_more_bytes, _with_less_waiting):
-            with _taken_back_on_error(fitted.applied):
-                fitted = improve(step, fitted, before, plan_for)
-        return fitted
-    for _ in range(_MOST_CORRECTIONS):
-        # The measured step knows what the account left out.
-        applied.remove()
-        known = with_missed_bytes(recorded, verdict)
-        recorded, applied, verdict = _judged(step, known, before, plan_for)
-        if verdict.within_budget:
-            break
-    return Fit(recorded, applied.plan, verdict, applied)
-
-
-def _with_more_bytes(
-    step: TrainingStep, first: Fit, before: Look, plan_for: Callable[[Profile], Plan]
-) -> Fit:
-    """Use what the first plan has left of the budget, if that is worth anything."""
-    assert first.verdict is not None
-    known = without_wasted_bytes(first.profile, first.verdict)
-    before_seconds = first.plan.extra_seconds
-    if known is None or plan_for(known).extra_seconds >= before_seconds:
-        return first
-
-    def is_better(second: Fit) -> bool:
-        return second.plan.extra_seconds < before_seconds
-
-    return _tried(step, first, before, known, plan_for, is_better)
-
-
-def _with_less_waiting(
-    step: TrainingStep, first: Fit, before: Look, plan_for: Callable[[Profile], Plan]
-) -> Fit:
-    """Let the CPU have less to do, where the device was seen to wait for it."""
-    verdict = first.verdict
-    assert verdict is not None
-    known = with_cpu_seconds(first.profile, first.plan, verdict)
-    if known is None:
-        return first
-    promised_seconds = verdict.baseline_seconds + plan_for(known).extra_seconds
-    if promised_seconds > (1 - _WORTH_A_TRY) * verdict.measured_seconds:
-        return first
-
-    def is_better(second: Fit) -> bool:
-        assert second.verdict is not None
-        # Each by its own race with the untouched step: the machine may be another by now.
-        return second.verdict.slowdown < verdict.slowdown
-
-    return _tried(step, first, before, known, plan_for, is_better)
-
-
-def _look_at_unplanned(step: TrainingStep, recorded: Profile) -> Look:
-    """A look at the untouched step; where blocks are compiled, at the step with these unplanned."""
-    applied = engines.apply(step.model, unplanned_plan(recorded)) if recorded.is_compiled else None
-    try:
-        return look_at_untouched(step, fits_device=recorded.fits_device)
-    finally:
-        if applied is not None:
-            applied.remove()
-
-
-def _tried(
-    step: TrainingStep,
-    first: Fit,
-    before: Look,
-    known: Profile,
-    plan_for: Callable[[Profile], Plan],
-    is_better: Callable[[Fit], bool],
-) -> Fit:
-    """Try once what is planned with another profile; the first plan stays unless it is beaten."""
-    first.applied.set_aside()
-    try:
-        recorded, applied = _rehearsed(step, known, plan_for)
-        verdict = _verdict(step, applied, before)
-    except (BudgetError, MeasureError, VerifyError, torch.OutOfMemoryError) as error:
-        # It does not fit after all, or is wrong; what does and is not is at hand.
-        if isinstance(error, VerifyError):
-            text = f"leanstep keeps its first plan, the second is wrong: {error}"
-            warnings.warn(text, stacklevel=2)
-        first.applied.resume()
-        return first
-    second = Fit(recorded, applied.plan, verdict, applied)
-    if verdict.within_budget and is_better(second):
-        return second
-    applied.remove()
-    first.applied.resume()
-    return first
 
 
 def _budget_bytes(budget: str | int, step: TrainingStep, recorded: Profile) -> int:
@@ -335,71 +214,3 @@ def _budget_bytes(budget: str | int, step: TrainingStep, recorded: Profile) -> i
         free, _ = torch.cuda.mem_get_info(step.device)
         free_bytes = free + torch.cuda.memory_reserved(step.device)
     return parse_budget(budget, unplanned_peak_bytes=recorded.peak_bytes, free_bytes=free_bytes)
-
-
-def _rehearsed(
-    step: TrainingStep, recorded: Profile, plan_for: Callable[[Profile], Plan]
-) -> tuple[Profile, Applied]:
-    """Plan, and plan around all that a dry run cannot do: blocks that do not repeat, the loss."""
-    while True:
-        applied = engines.apply(step.model, plan_for(recorded))
-        return_cached(step.device)
-        try:
-            with _taken_back_on_error(applied):
-                failed = _failed(step, applied)
-        except (RuntimeError, TypeError) as error:
-            if applied.plan.loss is None:
-                raise
-            # If it was something else, it comes again.
-            recorded = replace(recorded, whole_loss=f"the step then raised {error!r}")
-            continue
-        if not failed and applied.has_met_loss:
-            return recorded, applied
-        applied.remove()
-        recorded = replace(recorded, exclusions=(*recorded.exclusions, *failed))
-        if not applied.has_met_loss:
-            recorded = replace(recorded, whole_loss="no call of it was seen that could be")
-
-
-def _failed(step: TrainingStep, applied: Applied) -> tuple[Exclusion, ...]:
-    try:
-        return engines.rehearse(step, applied)
-    except torch.OutOfMemoryError as error:
-        peak = format_bytes(applied.plan.peak_bytes)
-        raise MeasureError(
-            f"the planned step ran out of memory on {step.device}, although its peak is predicted "
-            f"to be {peak}: ask for a smaller budget, or see what else holds memory there. {error}"
-        ) from None
-
-
-def _judged(
-    step: TrainingStep, recorded: Profile, before: Look, plan_for: Callable[[Profile], Plan]
-) -> tuple[Profile, Applied, Verdict]:
-    """Plan and judge; once more with the loss as a whole, if in chunks it has other bits."""
-    recorded, applied = _rehearsed(step, recorded, plan_for)
-    try:
-        return recorded, applied, _verdict(step, applied, before)
-    except VerifyError:
-        if applied.plan.loss is None:
-            raise
-    recorded = replace(recorded, whole_loss="in chunks it had other bits on this device")
-    recorded, applied = _rehearsed(step, recorded, plan_for)
-    return recorded, applied, _verdict(step, applied, before)
-
-
-def _verdict(step: TrainingStep, applied: Applied, before: Look) -> Verdict:
-    return_cached(step.device)
-    with _taken_back_on_error(applied):
-        verdict = judge(step, applied, before)
-        if verdict.different and not verdict.inexact_allowed:
-            raise VerifyError(verdict.different)
-    return verdict
-
-
-@contextmanager
-def _taken_back_on_error(applied: Applied) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        applied.remove()
-        raise

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import leanstep
-from leanstep import api, fitter, models, verifier
+from leanstep import api, attempts, fitter, models, verifier
 from leanstep.api import is_launch_bound
 from leanstep.engines import attach
 from leanstep.engines.attach import is_attached
@@ -58,7 +58,7 @@ def test_the_first_plan_stays_where_the_second_misses_the_budget(monkeypatch: py
     true = profile_with(monkeypatch, 0.1)
     budget = int(0.8 * true.peak_bytes)
     plans = []
-    judge = fitter.judge
+    judge = attempts.judge
 
     def second_is_over(step, applied, before):
         plans.append(applied.plan)
@@ -67,7 +67,7 @@ def test_the_first_plan_stays_where_the_second_misses_the_budget(monkeypatch: py
             return verdict
         return dataclasses.replace(verdict, measured_peak_bytes=budget + 1)
 
-    monkeypatch.setattr(fitter, "judge", second_is_over)
+    monkeypatch.setattr(attempts, "judge", second_is_over)
     model, batch, loss, optimizer = models.build(NAME, **SIZES)
 
     fitted = leanstep.fit(model, batch, loss, optimizer=optimizer, budget=budget)
@@ -84,7 +84,7 @@ def test_the_first_plan_stays_where_the_second_misses_the_budget(monkeypatch: py
 def test_the_first_plan_stays_where_the_second_runs_out_of_memory(monkeypatch: pytest.MonkeyPatch):
     true = profile_with(monkeypatch, 0.1)
     plans = []
-    rehearse = fitter.engines.rehearse
+    rehearse = attempts.engines.rehearse
 
     def second_runs_out(step, applied):
         plans.append(applied.plan)
@@ -92,7 +92,7 @@ def test_the_first_plan_stays_where_the_second_runs_out_of_memory(monkeypatch: p
             raise torch.OutOfMemoryError("no room")
         return rehearse(step, applied)
 
-    monkeypatch.setattr(fitter.engines, "rehearse", second_runs_out)
+    monkeypatch.setattr(attempts.engines, "rehearse", second_runs_out)
     model, batch, loss, optimizer = models.build(NAME, **SIZES)
 
     fitted = leanstep.fit(
@@ -131,7 +131,7 @@ def test_a_missed_budget_is_planned_for_until_it_is_held(monkeypatch: pytest.Mon
     model, batch, loss, optimizer = models.build(NAME, **SIZES)
     true = leanstep.profile(model, batch, loss, optimizer=optimizer)
     budget = int(0.8 * true.peak_bytes)
-    plans, judge = [], fitter.judge
+    plans, judge = [], attempts.judge
 
     def over_twice(step, applied, before):
         plans.append(applied.plan)
@@ -140,7 +140,7 @@ def test_a_missed_budget_is_planned_for_until_it_is_held(monkeypatch: pytest.Mon
         over = budget + 5000 * len(plans)
         return verdict if len(plans) > 2 else dataclasses.replace(verdict, measured_peak_bytes=over)
 
-    monkeypatch.setattr(fitter, "judge", over_twice)
+    monkeypatch.setattr(attempts, "judge", over_twice)
 
     fitted = leanstep.fit(model, batch, loss, optimizer=optimizer, budget=budget)
 
@@ -150,7 +150,7 @@ def test_a_missed_budget_is_planned_for_until_it_is_held(monkeypatch: pytest.Mon
 
 def waiting_for_the_cpu(monkeypatch: pytest.MonkeyPatch, seconds_a_call) -> list:
     """Let planned steps be measured to take the CPU's time for every block that is changed."""
-    plans, judge = [], fitter.judge
+    plans, judge = [], attempts.judge
 
     def slow(step, applied, before):
         plans.append(applied.plan)
@@ -165,7 +165,7 @@ def waiting_for_the_cpu(monkeypatch: pytest.MonkeyPatch, seconds_a_call) -> list
             predicted_seconds=promised,
         )
 
-    monkeypatch.setattr(fitter, "judge", slow)
+    monkeypatch.setattr(attempts, "judge", slow)
     return plans
 
 
@@ -196,14 +196,14 @@ def test_the_first_plan_stays_where_the_second_waits_as_long(monkeypatch):
 
 
 def test_a_step_that_is_slow_without_a_plan_has_nothing_to_plan_again(monkeypatch):
-    judge = fitter.judge
+    judge = attempts.judge
 
     def slow(step, applied, before):
         verdict = judge(step, applied, before)
         measured = 2 * verdict.baseline_seconds
         return dataclasses.replace(verdict, measured_seconds=measured, issue_seconds=measured)
 
-    monkeypatch.setattr(fitter, "judge", slow)
+    monkeypatch.setattr(attempts, "judge", slow)
     model, batch, loss, optimizer = models.build(NAME, **SIZES)
 
     fitted = leanstep.fit(model, batch, loss, optimizer=optimizer, budget="100%")
@@ -216,7 +216,7 @@ def test_an_error_in_planning_again_leaves_no_plan_in_force(monkeypatch, error):
     def interrupted(*_):
         raise error
 
-    monkeypatch.setattr(fitter, "with_cpu_seconds", interrupted)
+    monkeypatch.setattr(attempts, "with_cpu_seconds", interrupted)
     model, batch, loss, optimizer = models.build(NAME, **SIZES)
 
     with pytest.raises(error):
@@ -227,7 +227,7 @@ def test_an_error_in_planning_again_leaves_no_plan_in_force(monkeypatch, error):
 
 def test_a_second_plan_is_not_kept_because_the_whole_machine_was_faster_in_its_race(monkeypatch):
     plans = waiting_for_the_cpu(monkeypatch, lambda number: float(number**5))
-    judge = fitter.judge
+    judge = attempts.judge
 
     def faster_machine(step, applied, before):
         verdict = judge(step, applied, before)
@@ -238,7 +238,7 @@ def test_a_second_plan_is_not_kept_because_the_whole_machine_was_faster_in_its_r
             measured_seconds=share * verdict.measured_seconds,
         )
 
-    monkeypatch.setattr(fitter, "judge", faster_machine)
+    monkeypatch.setattr(attempts, "judge", faster_machine)
     model, batch, loss, optimizer = models.build(NAME, **SIZES)
 
     fitted = leanstep.fit(model, batch, loss, optimizer=optimizer, budget="90%")
@@ -248,14 +248,14 @@ def test_a_second_plan_is_not_kept_because_the_whole_machine_was_faster_in_its_r
 
 def test_a_second_plan_that_is_wrong_is_not_kept_and_said(monkeypatch):
     plans = waiting_for_the_cpu(monkeypatch, lambda _: 1.0)
-    judge = fitter.judge
+    judge = attempts.judge
 
     def second_is_wrong(step, applied, before):
         verdict = judge(step, applied, before)
         wrong = ("gradient of x",) if len(plans) == 2 else ()
         return dataclasses.replace(verdict, different=wrong)
 
-    monkeypatch.setattr(fitter, "judge", second_is_wrong)
+    monkeypatch.setattr(attempts, "judge", second_is_wrong)
     model, batch, loss, optimizer = models.build(NAME, **SIZES)
 
     with pytest.warns(UserWarning, match="keeps its first plan"):

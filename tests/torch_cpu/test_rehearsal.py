@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import leanstep
-from leanstep import fitter
+from leanstep import attempts
 from leanstep.engines.observer import checksum
 from leanstep.errors import VerifyError
 
@@ -165,15 +165,15 @@ def test_a_missed_budget_is_planned_for_once_more(lab, monkeypatch):
     seen = []
 
     def judge(step, applied, before):
-        verdict = fitter_judge(step, applied, before)
+        verdict = own_judge(step, applied, before)
         seen.append(verdict.predicted_peak_bytes)
         missed = 20_000 if len(seen) == 1 else 0
         return dataclasses.replace(
             verdict, measured_peak_bytes=verdict.budget_bytes + missed, baseline_fits=True
         )
 
-    fitter_judge = fitter.judge
-    monkeypatch.setattr(fitter, "judge", judge)
+    own_judge = attempts.judge
+    monkeypatch.setattr(attempts, "judge", judge)
     fitted = fit(lab, model_with(lab, steady), budget="75%")
     first, second = seen
     assert fitted.verdict.within_budget
