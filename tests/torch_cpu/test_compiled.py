@@ -159,10 +159,11 @@ def test_a_compiled_training_step_keeps_the_plan_and_the_numbers(engine):
     plain, (model, _) = stack(), fitted_stack(engine)
     lean = peak(model, model)
     both = [(m, torch.optim.SGD(m.parameters(), lr=0.1)) for m in (plain, model)]
-    compiled = torch.compile(train, backend="aot_eager")
+    # Torch 2.11 has other last bits in a compiled step than in an eager one, planned or not.
+    untouched, compiled = (torch.compile(train, backend="aot_eager") for _ in both)
     for seed in range(5):
         torch.manual_seed(seed)
-        expected = train(*both[0])
+        expected = untouched(*both[0])
         torch.manual_seed(seed)
         assert torch.equal(expected, compiled(*both[1]))
     assert_same(list(plain.parameters()), list(model.parameters()))

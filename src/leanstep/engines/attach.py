@@ -41,13 +41,22 @@ def attach(module: torch.nn.Module, runner: Runner, *, with_hooks: bool = False)
         subclass = _make_subclass(*kind)
         _subclasses[kind], _originals[subclass] = subclass, original
     _runners[module] = runner
-    module.__class__ = _subclasses[kind]
+    _change_class(module, _subclasses[kind])
 
 
 def detach(module: torch.nn.Module) -> None:
     """Give a module its own class back."""
-    module.__class__ = original_class(module)
+    _change_class(module, original_class(module))
     _runners.pop(module, None)
+
+
+def _change_class(module: torch.nn.Module, kind: type[torch.nn.Module]) -> None:
+    module.__class__ = kind
+    # Code that torch 2.11 has compiled of a model takes a module for what it was as long as nobody
+    # has written to its attributes: it would go on without the plan.
+    own, name = vars(module), "_leanstep_was_here"
+    own[name] = None
+    del own[name]
 
 
 def is_attached(module: torch.nn.Module) -> bool:
