@@ -13,6 +13,8 @@ import torch
 # Tensors with shapes and types but without memory.
 from torch._subclasses import fake_tensor as _fake_tensor
 
+from leanstep.torch_private import past_every_mode
+
 
 class FakeTensorMode(_fake_tensor.FakeTensorMode):
     """A mode in which every new tensor has a shape and a type but no memory.
@@ -154,3 +156,25 @@ def replace_tensors(
         for name, tensor in own.items():
             if isinstance(tensor, torch.Tensor):
                 own[name] = stand_in(tensor)
+
+
+@contextmanager
+def layouts_of_shards_apart() -> Iterator[None]:
+    """Let DTensor find out past every mode how large what it makes would be as a whole.
+
+    It runs the op on fakes of the whole tensors. Where the step is one of fakes itself, torch 2.11
+    does so in its mode and at every op: as if that were part of the step.
+    """
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    original = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def apart(*args: Any, **kwargs: Any) -> Any:
+        with past_every_mode():
+            return original(*args, **kwargs)
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = apart  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ShardingPropagator._propagate_tensor_meta_non_cached = original  # type: ignore[method-assign]

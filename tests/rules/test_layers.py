@@ -64,7 +64,7 @@ MAY_IMPORT = {
     "reporters": PLANNER | {"reporters"},
     "condense": IR,
     "torch_private": BASE,
-    "torch_fake": BASE,
+    "torch_fake": BASE | {"torch_private"},
     "torch_autograd": BASE | {"torch_private"},
     "torch_programs": BASE | {"torch_autograd"},
     "torch_compiler": BASE | {"torch_private", "torch_autograd", "torch_programs"},

@@ -17,6 +17,7 @@ from torch import nn
 
 from leanstep.errors import InputError
 from leanstep.recorder.blocks import guess_blocks
+from leanstep.torch_fake import layouts_of_shards_apart
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -45,7 +46,8 @@ def imagined_ranks(ranks: int) -> Iterator["DeviceMesh"]:
 
     dist.init_process_group("fake", rank=0, world_size=ranks)
     try:
-        yield init_device_mesh("cpu", (ranks,))
+        with layouts_of_shards_apart():
+            yield init_device_mesh("cpu", (ranks,))
     finally:
         dist.destroy_process_group()
 
