@@ -6,7 +6,7 @@ repair belongs in this file.
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -230,6 +230,14 @@ def optimizer_hooks(optimizer: torch.optim.Optimizer) -> list[dict[int, Any]]:
 def forward_hooks(module: torch.nn.Module) -> list[dict[int, Any]]:
     """The dictionaries that hold a module's forward hooks."""
     return [module._forward_pre_hooks, module._forward_hooks]
+
+
+def remove_forward_hooks(module: torch.nn.Module, functions: Container[Any]) -> None:
+    """Take some functions off a module that nobody has a handle of: it is a copy."""
+    for hooks in forward_hooks(module):
+        for key in [key for key, hook in hooks.items() if hook in functions]:
+            del hooks[key]
+            module._forward_hooks_always_called.pop(key, None)
 
 
 # The module and the function in which torch calls what `torch.compile` has wrapped.
