@@ -1,24 +1,25 @@
 """Every private name of torch that a cross entropy in chunks needs, seen in torch 2.11 to 2.13.
 
-The sister of `torch_private.py`: the parts that torch makes a cross entropy of, and the functions
-that stand in front of torch's own.
+The sister of `torch_private.py`: the parts that torch makes a cross entropy of.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+import inspect
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.overrides import (
-    TorchFunctionMode,
-    _get_current_function_mode,
-    _get_current_function_mode_stack,
-    _pop_mode_temporarily,
-)
 
 from leanstep.torch_private import past_every_mode
+
+# Torch's own, whatever somebody may put in its place; None where somebody had.
+_found: Any = inspect.unwrap(functional.cross_entropy)
+is_torchs = isinstance(_found, FunctionType) and _found.__module__ == functional.__name__
+CROSS_ENTROPY: FunctionType | None = _found if is_torchs else None
+CROSS_ENTROPY_CODE: CodeType | None = _found.__code__ if is_torchs else None
 
 # What torch makes a cross entropy of, and its gradient.
 SCORES = torch.ops.aten._log_softmax.default
@@ -85,15 +86,17 @@ def way_of(logits: torch.Tensor, labels: torch.Tensor) -> Way | None:
 
     Its kernels for 16 bits differ from device to device, and between versions.
     """
+    if CROSS_ENTROPY is None:
+        return None
     with past_every_mode(), unhooked(), torch.enable_grad():
         # A copy: what autograd makes of it may live on, and a view would keep all the logits.
         row = logits[:1].detach().clone().requires_grad_()
-        loss = functional.cross_entropy(row, torch.zeros_like(labels[:1]))
+        loss = CROSS_ENTROPY(row, torch.zeros_like(labels[:1]))
         names, node = [], loss.grad_fn
         while node is not None:
             names.append(type(node).__name__)
             if names[-1] == "LogSoftmaxBackward0":
-                made = node._saved_result.dtype  # type: ignore[attr-defined]
+                made = node._saved_result.dtype
             node = node.next_functions[0][0] if node.next_functions else None
     match names:
         case ["NllLossBackward0", "LogSoftmaxBackward0", "AccumulateGrad"]:
@@ -166,18 +169,3 @@ def unhooked() -> AbstractContextManager[None]:
     """Keep what autograd saves from hooks that others have set."""
     # A node that saved its own result as it is would hold itself, and nobody would ever free both.
     return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda saved: saved)
-
-
-@contextmanager
-def stepping_aside(mode: TorchFunctionMode) -> Iterator[None]:
-    """Let functions be called past a mode, where it is the one that would see them first."""
-    if _get_current_function_mode() is not mode:
-        yield
-        return
-    with _pop_mode_temporarily():
-        yield
-
-
-def is_on(mode: TorchFunctionMode) -> bool:
-    """Whether a mode is on, be it below others."""
-    return any(other is mode for other in _get_current_function_mode_stack())

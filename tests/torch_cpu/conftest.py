@@ -13,6 +13,7 @@ from leanstep import torch_compiler  # noqa: E402
 from leanstep.blockgraph import BlockGraph  # noqa: E402
 from leanstep.engines.inductor import CompiledForm  # noqa: E402
 from leanstep.ir import Engine  # noqa: E402
+from leanstep.torch_loss import REDUCTIONS  # noqa: E402
 
 
 @pytest.fixture
@@ -44,29 +45,15 @@ def lab() -> Iterator[SimpleNamespace]:
 def cross_entropy_as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores in the type of the logits, cast to float32 for the loss: so CUDA's autocast has it."""
     functional = torch.nn.functional
+    reductions = {number: name for name, number in REDUCTIONS.items()}
 
-    def cross_entropy(
-        input,
-        target,
-        weight=None,
-        size_average=None,
-        ignore_index=-100,
-        reduce=None,
-        reduction="mean",
-        label_smoothing=0.0,
-    ):
-        if torch.overrides.has_torch_function((input, target)):
-            given = input, target, weight, size_average, ignore_index, reduce, reduction
-            return torch.overrides.handle_torch_function(
-                functional.cross_entropy, (input, target), *given, label_smoothing
-            )
+    def cross_entropy_loss(input, target, weight, reduction, ignored, label_smoothing):
         with torch.autocast("cpu", enabled=False):
             scores = functional.log_softmax(input, 1).float()
-            return functional.nll_loss(
-                scores, target, ignore_index=ignore_index, reduction=reduction
-            )
+            how = {"ignore_index": ignored, "reduction": reductions[reduction]}
+            return functional.nll_loss(scores, target, **how)
 
-    monkeypatch.setattr(functional, "cross_entropy", cross_entropy)
+    monkeypatch.setattr(torch._C._nn, "cross_entropy_loss", cross_entropy_loss)
 
 
 @pytest.fixture

@@ -303,26 +303,6 @@ def test_without_gradients_nothing_stands_in_the_way():
     assert window.runs == before
 
 
-def test_blocks_run_without_the_window():
-    model, batch = encoding()
-    fitted = leanstep.fit(model, batch, budget="50%")
-    assert fitted.plan.loss is not None and fitted.plan.changed
-    seen = {}
-
-    def look(name):
-        def hook(*_):
-            modes = torch.overrides._get_current_function_mode_stack()
-            seen[name] = any(isinstance(mode, engine.Window) for mode in modes)
-
-        return hook
-
-    model.layers[0].linear1.register_forward_pre_hook(look("inside"))
-    model.head.register_forward_pre_hook(look("outside"))
-    model(**batch).backward()
-
-    assert seen == {"inside": False, "outside": True}
-
-
 def test_a_mode_of_the_users_stays_where_it_is():
     model, batch = reading()
     leanstep.fit(model, batch, budget="80%")
@@ -338,25 +318,6 @@ def test_a_mode_of_the_users_stays_where_it_is():
         watched = model(**batch)
 
     assert torch.equal(plain, watched) and functional.linear in seen
-
-
-def test_a_model_that_calls_itself_again_has_one_window():
-    model, batch = encoding()
-    fitted = leanstep.fit(model, batch, budget="60%")
-    inner = model.forward
-    fitted.remove()
-    # As Accelerate keeps the forward that it has found.
-    model.forward = lambda *args, **kwargs: inner(*args, **kwargs)
-    fitted = leanstep.fit(model, batch, budget="60%")
-    assert fitted.plan.loss is not None and fitted.plan.changed
-    seen = []
-    model.layers[0].linear1.register_forward_pre_hook(
-        lambda *_: seen.append(torch.overrides._get_current_function_mode_stack())
-    )
-
-    model(**batch)
-
-    assert seen == [[]]
 
 
 def test_a_loss_that_is_compiled_is_the_compilers():

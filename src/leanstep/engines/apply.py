@@ -1,6 +1,6 @@
 """Apply a plan to a model, and undo it."""
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,25 +18,17 @@ from leanstep.engines.scope import ModulePaths, Scope
 from leanstep.errors import InputError, PlanError
 from leanstep.ir import Decision, Engine, Plan
 
-# These ask whether a function mode is on, and then compute another way.
-_MODE_ASKING = (
-    torch.nn.MultiheadAttention,
-    torch.nn.TransformerEncoder,
-    torch.nn.TransformerEncoderLayer,
-)
-
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A module, what runs its calls (with their hooks or inside them), and what does unplanned."""
+    """A module, what runs its calls, and what does where nothing is planned."""
 
     module: torch.nn.Module
     runner: Runner
     unplanned: Runner | None
-    with_hooks: bool
 
     def put(self) -> None:
-        attach(self.module, self.runner, with_hooks=self.with_hooks)
+        attach(self.module, self.runner)
 
     def pause(self) -> None:
         if self.unplanned is None:
@@ -58,14 +50,12 @@ class Applied:
         module: torch.nn.Module,
         runner: Runner,
         unplanned: Runner | None = None,
-        *,
-        with_hooks: bool = False,
     ) -> None:
         """Let a module's calls go through a runner; and through another where nothing is planned.
 
         A compiled block without a plan is still a compiled one.
         """
-        placed = _Placed(module, runner, unplanned, with_hooks)
+        placed = _Placed(module, runner, unplanned)
         placed.put()
         self._placed.append(placed)
 
@@ -157,33 +147,8 @@ def apply(model: torch.nn.Module, plan: Plan, *, refuse_at_first_call: bool = Fa
             _runner(scope, unplanned, make) if unplanned else None,
         )
     if applied.rounds.window is not None and plan.loss is not None:
-        module, window = modules[plan.loss.path], applied.rounds.window
-        planned = [decision for decisions in by_path.values() for decision in decisions]
-        blocks = {modules[path] for decision in planned for path in _paths(decision)}
-        for asking in _mode_asking(module, blocks):
-            applied.put(asking, window.run_closed, with_hooks=True)
-        applied.put(module, window)
+        applied.put(modules[plan.loss.path], applied.rounds.window)
     return applied
-
-
-def _paths(decision: Decision) -> list[str]:
-    """The modules that a block is made of."""
-    if not decision.children:
-        return [decision.path]
-    return [f"{decision.path}.{child}".lstrip(".") for child in decision.children]
-
-
-def _mode_asking(
-    module: torch.nn.Module, blocks: Container[torch.nn.Module]
-) -> Iterator[torch.nn.Module]:
-    """The modules inside that must run without a mode, outside of blocks, which always do."""
-    for child in module.children():
-        if child in blocks:
-            continue
-        if isinstance(child, _MODE_ASKING):
-            yield child
-        else:
-            yield from _mode_asking(child, blocks)
 
 
 def _unplanned(plan: Plan, decisions: list[Decision]) -> list[Decision]:

@@ -24,19 +24,18 @@ _subclasses: dict[tuple[type[torch.nn.Module], str], type[torch.nn.Module]] = {}
 _originals: dict[type[torch.nn.Module], type[torch.nn.Module]] = {}
 
 
-def attach(module: torch.nn.Module, runner: Runner, *, with_hooks: bool = False) -> None:
-    """Let every call of the module's forward go through the runner, `with_hooks` or inside them.
+def attach(module: torch.nn.Module, runner: Runner) -> None:
+    """Let every call of the module's forward go through the runner.
 
     A module with a forward of its own, as Accelerate gives it one for mixed precision, does not ask
-    its class for that: there it is always with them, and who calls that forward himself passes the
-    runner by.
+    its class for that: there its whole call does, with hooks, and who calls that forward himself
+    passes the runner by.
     """
     if _is_carried(module):
         _runners[module] = runner
         return
     original = original_class(module)
-    is_whole = with_hooks or "forward" in vars(module)
-    kind = original, "__call__" if is_whole else "forward"
+    kind = original, "__call__" if "forward" in vars(module) else "forward"
     if kind not in _subclasses:
         subclass = _make_subclass(*kind)
         _subclasses[kind], _originals[subclass] = subclass, original

@@ -1,24 +1,22 @@
 """Cross entropy some rows at a time, with the bits of the whole.
 
 While the module runs whose forward computes the loss, `torch.nn.functional.cross_entropy` is
-answered by ours (`nn.CrossEntropyLoss` calls it too), and nothing else is changed. What is not as
-it was when the step was recorded is left to torch: weights of classes, smoothed labels, labels
-that are shares, images.
+answered by ours (`engines/stand_in.py`; `nn.CrossEntropyLoss` calls it too), and nothing else is
+changed. What is not as it was when the step was recorded is left to torch: weights of classes,
+smoothed labels, labels that are shares, images.
 """
 
-import inspect
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from leanstep.chunks import FLOAT_BYTES, rows_in_chunk
 from leanstep.engines.alone import holders_when_alone, is_alone
+from leanstep.engines.stand_in import standing_in
 from leanstep.ir import LossInChunks
 from leanstep.step import autocast_is_on
 from leanstep.torch_autograd import graph_is_kept
@@ -26,17 +24,12 @@ from leanstep.torch_loss import (
     Way,
     gradients_of_kept,
     is_batched,
-    is_on,
     is_plain,
     loss_of,
     scores_gradient,
-    stepping_aside,
     way_of,
 )
-from leanstep.torch_private import is_traced
-
-_SIGNATURE = inspect.signature(functional.cross_entropy)
-_NAMES = tuple(_SIGNATURE.parameters)
+from leanstep.torch_private import is_traced, saving_hooks_are_set, saving_hooks_work
 
 # How torch does it, by device, type and autocast: seen once.
 _ways: dict[tuple[Any, ...], Way | None] = {}
@@ -65,19 +58,27 @@ def cross_entropy(
     has returned (`del`) once there is a loss, and have what copies it on another stream of the GPU
     done by then.
     """
-    given = input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
+    given: dict[str, Any] = {
+        "input": input,
+        "target": target,
+        "weight": weight,
+        "size_average": size_average,
+        "ignore_index": ignore_index,
+        "reduce": reduce,
+        "reduction": reduction,
+        "label_smoothing": label_smoothing,
+    }
     found = None
     if input.dim() == 2 and not is_traced():
         num_rows = rows_in_chunk(max(1, len(input)), FLOAT_BYTES * input.numel())
-        found = _by_rows(num_rows, dict(zip(_NAMES, given, strict=True)))
-    return functional.cross_entropy(*given) if found is None else found
+        found = _by_rows(num_rows, given)
+    return functional.cross_entropy(**given) if found is None else found
 
 
-class Window(TorchFunctionMode):
+class Window:
     """Answer calls of cross entropy while one module runs; `runs` counts those in chunks."""
 
     def __init__(self, loss: LossInChunks) -> None:
-        super().__init__()
         self.runs = 0
         self._num_rows = loss.num_rows
 
@@ -89,53 +90,23 @@ class Window(TorchFunctionMode):
         kwargs: dict[str, Any],
     ) -> Any:
         """Run one call of the module."""
-        if not torch.is_grad_enabled() or is_traced() or is_on(self):
+        if not torch.is_grad_enabled() or is_traced():
             return forward(module, *args, **kwargs)
-        with self:
+        with standing_in(self.answer):
             return forward(module, *args, **kwargs)
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Stand in front of every function of torch, for one of them."""
-        if func is functional.cross_entropy and not torch.compiler.is_compiling():
-            found = _by_rows(self._num_rows, _by_name(args, kwargs or {}))
-            if found is not None:
-                self.runs += 1
-                return found
-        return func(*args, **(kwargs or {}))
-
-    def closed(self) -> AbstractContextManager[None]:
-        """Blocks run as ever: compiled code would be compiled anew for a mode."""
-        return stepping_aside(self)
-
-    def run_closed(
-        self,
-        module: torch.nn.Module,
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Run one call of another module inside: some of torch's compute otherwise under a mode."""
-        with self.closed():
-            return call(module, *args, **kwargs)
-
-
-def _by_name(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a cross entropy; torch itself says what is wrong with others."""
-    try:
-        given = _SIGNATURE.bind(*args, **kwargs)
-    except TypeError:
-        functional.cross_entropy(*args, **kwargs)
-        raise
-    given.apply_defaults()
-    return given.arguments
+    def answer(self, given: Mapping[str, Any]) -> torch.Tensor | None:
+        """The loss in chunks, or None where torch is to compute it."""
+        # A checkpoint of the user's runs it again in backward, where nobody answers.
+        found = None if saving_hooks_are_set() else _by_rows(self._num_rows, given)
+        self.runs += found is not None
+        return found
 
 
 def _by_rows(num_rows: int, given: Mapping[str, Any]) -> torch.Tensor | None:
     """The loss, or None where it is not one for rows."""
     input, target = given["input"], given["target"]
-    is_one = torch.is_grad_enabled() and are_for_rows(num_rows, given)
+    is_one = torch.is_grad_enabled() and saving_hooks_work() and are_for_rows(num_rows, given)
     way = _way(input, target) if is_one else None
     if way is None:
         return None

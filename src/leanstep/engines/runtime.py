@@ -149,18 +149,6 @@ class BlockRuntime:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run one call: untouched without gradients or inside another block, else as planned."""
-        if self.rounds.window is None:
-            return self._call(module, forward, args, kwargs)
-        with self.rounds.window.closed():
-            return self._call(module, forward, args, kwargs)
-
-    def _call(
-        self,
-        module: torch.nn.Module,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
         is_passive = not torch.is_grad_enabled() or self.rounds.active
         if is_passive or is_traced():
             return forward(module, *args, **kwargs)

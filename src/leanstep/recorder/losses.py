@@ -6,9 +6,8 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.nn import functional
 
-from leanstep.torch_loss import is_plain
+from leanstep.torch_loss import CROSS_ENTROPY_CODE, is_plain
 
 
 def given_logits() -> torch.Tensor | None:
@@ -26,6 +25,6 @@ def given_logits() -> torch.Tensor | None:
 def given_arguments() -> Mapping[str, Any] | None:
     """What the `torch.nn.functional.cross_entropy` that runs now was called with, by name."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not functional.cross_entropy.__code__:
+    while frame is not None and frame.f_code is not CROSS_ENTROPY_CODE:
         frame = frame.f_back
     return None if frame is None else frame.f_locals
