@@ -16,6 +16,8 @@ gradients there from the start and with the optimizer's step, is what plans are 
 """
 
 import dataclasses
+import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -45,6 +47,9 @@ from leanstep.step import TrainingStep
 from leanstep.steptime import StepTime
 from leanstep.torch_private import is_innermost, local_tensor, top_saving_hooks
 from leanstep.truth import OpMeter, resident_bytes
+
+# Those under way.
+_under_way: "weakref.WeakSet[FirstStep]" = weakref.WeakSet()
 
 RECORDED_LIVE = "recorded from the first training step: its time is the sum over its ops"
 
@@ -80,6 +85,25 @@ class FirstStep:
         )
         self._other_bytes = 0
         self._tried: list[tuple[str, tuple[str, ...]]] = []
+        self._thread = threading.get_ident()
+
+    @staticmethod
+    def is_one_open() -> bool:
+        """Whether a first step is under way, on any thread: there is one profiler for all."""
+        return bool(_under_way)
+
+    @staticmethod
+    def fail_open_ones() -> None:
+        """Stop watching all that this thread has begun."""
+        for first in list(_under_way):
+            if first._thread == threading.get_ident():
+                first.fail()
+
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether nobody can derive any more what forward has made so far."""
+        saves = self._recording.saves
+        return bool(saves) and all(save.release >= 0 for save in saves)
 
     @property
     def has_seen_backward(self) -> bool:
@@ -94,6 +118,8 @@ class FirstStep:
     def begin(self) -> None:
         """Start in the model's own call, before its forward."""
         step, recording = self._step, self._recording
+        _under_way.add(self)
+        self._open.callback(_under_way.discard, self)
         self._open.enter_context(uncompiled())
         self._hooks.enter_context(module_hooks(step.model, recording))
         adopt_static(step, recording)

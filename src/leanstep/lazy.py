@@ -13,10 +13,11 @@ in chunks as well. Not looked at is the untouched step's own peak; the plan's is
 recorder's account.
 """
 
+import functools
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping
-from types import FrameType
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from leanstep.errors import InputError
 from leanstep.firststep import FirstStep
 from leanstep.ir import Plan, Profile
 from leanstep.owners import Taken, taken_over
+from leanstep.recorder.hooks import Hook
 from leanstep.recorder.identity import identity_of
 from leanstep.reporters.terminal import render
 from leanstep.sharing import check_same, shared_plan, together
@@ -55,8 +57,8 @@ class Lean:
         self._make_plan = make_plan
         self._applied: Applied | None = None
         self._first: FirstStep | None = None
-        # The call of the model that runs.
-        self._call: FrameType | None = None
+        # Whether a call of the model runs, as far as its hooks tell, and on which thread.
+        self._is_running, self._thread = False, 0
         self._optimizer: torch.optim.Optimizer | None = None
         self._handles: list[Any] = []
         self._optimizer_handles: list[Any] = []
@@ -114,14 +116,8 @@ class Lean:
             ]
 
     def _watch_calls(self) -> None:
-        # Functions of their own, for a deep copy of the model takes these along as they are: a copy
-        # of anything else would have a copy of us, with all that is recorded.
-        def before(*given: Any) -> None:
-            never_compiled(Lean._before_call)(self, *given)
-
-        def after(*given: Any) -> None:
-            never_compiled(Lean._after_call)(self, *given)
-
+        tell = (never_compiled(Lean._before_call), never_compiled(Lean._after_call))
+        before, after = (Hook(functools.partial(call, self)) for call in tell)
         self._handles = [
             self.model.register_forward_pre_hook(before, with_kwargs=True),
             self.model.register_forward_hook(after, always_call=True),
@@ -132,16 +128,20 @@ class Lean:
         if self.plan is not None or not torch.is_grad_enabled() or in_backward():
             return
         first = self._first
-        if first is not None and not first.has_seen_backward and not first.has_failed:
-            # The model is called several times in a step.
-            return
-        if first is not None and self._optimizer is None and not first.has_failed:
-            self._plan()
-            return
+        if first is not None and not first.has_failed:
+            if not first.has_seen_backward and (self._is_inside() or not first.is_forgotten):
+                # The model is called several times in a step.
+                return
+            if first.has_seen_backward and self._optimizer is None:
+                self._plan()
+                return
         if first is not None:
             # Gradients are accumulated: the last batch before the update is the one to plan for.
-            # Or backward has failed, and is tried again.
+            # Or backward has failed, and is tried again; or nobody wants what forward has made.
             first.abandon()
+        elif FirstStep.is_one_open():
+            # Another model's: it is this one's turn when that is over.
+            return
         self._begin(batch)
 
     def end_forward(self) -> None:
@@ -150,21 +150,20 @@ class Lean:
             self._first.end_forward()
 
     def _stop_watching(self) -> None:
-        self._call = None
+        self._is_running = False
         while self._handles:
             self._handles.pop().remove()
 
     def _before_call(
         self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if model is not self.model:
+        if self._is_another(model):
             return
-        calls = _calls_of_modules()
-        if self._first is not None and self._call is not None and self._call not in calls:
+        if self._first is not None and self._is_running and not self._is_inside():
             # It was interrupted (by Ctrl-C in a notebook, say), and no hook is called then.
             self._first.fail()
-        # None where a compiler runs it.
-        self._call = calls[0] if calls else None
+        # Not where a compiler runs it.
+        self._is_running = _num_calls(model) > 0
         self.begin_step(kwargs if not args else args if not kwargs else (args, kwargs))
 
     def _begin(self, batch: Any) -> None:
@@ -174,6 +173,7 @@ class Lean:
             with taken_over(self.model, self._takes_over) as self._taken:
                 refuse_fitted(self.model)
         step = make_step(self.model, batch, None, self._optimizer)
+        self._thread = threading.get_ident()
         self._first = FirstStep(step, model_is_called=self._model_is_called, chunks=self._chunks)
         try:
             self._first.begin()
@@ -182,13 +182,22 @@ class Lean:
             raise
 
     def _after_call(self, model: torch.nn.Module, args: Any, result: Any) -> None:
-        if model is not self.model:
+        if self._is_another(model):
             return
-        self._call = None
+        self._is_running = self._is_inside()
         has_raised = result is None and sys.exc_info()[0] is not None
         if has_raised and self._first is not None:
             # Whoever catches that may try again with a smaller batch.
             self._first.fail()
+
+    def _is_another(self, model: torch.nn.Module) -> bool:
+        """Whether it is another model's call, or on another thread than the first step."""
+        is_elsewhere = self._first is not None and self._thread != threading.get_ident()
+        return is_elsewhere or model is not self.model
+
+    def _is_inside(self) -> bool:
+        """Whether the call of the model that begins or ends is one inside another."""
+        return _num_calls(self.model) > 1
 
     def _before_update(self, *_: Any) -> None:
         if self._is_complete:
@@ -270,15 +279,18 @@ def lean(
             chunks=chunks,
         )
 
+    # A loop that is begun anew, with a new model, has not told of the end of the old one.
+    FirstStep.fail_open_ones()
     lazy = Lean(model, make_plan, chunks=chunks)
     lazy.watch(optimizer, takeover=takeover)
     return lazy
 
 
-def _calls_of_modules() -> list[FrameType]:
-    """Those that run now on this thread, the innermost first."""
+def _num_calls(model: torch.nn.Module) -> int:
+    """How many calls of a model run now on this thread."""
     frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
-    return [frame for frame in frames if frame.f_code is MODULE_CALL_CODE]
+    calls = (frame for frame in frames if frame.f_code is MODULE_CALL_CODE)
+    return sum(frame.f_locals.get("self") is model for frame in calls)
 
 
 def _budget_bytes(budget: str | int, model: torch.nn.Module, profile: Profile) -> int:

@@ -6,7 +6,7 @@ repair belongs in this file.
 
 import functools
 import sys
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -232,10 +232,10 @@ def forward_hooks(module: torch.nn.Module) -> list[dict[int, Any]]:
     return [module._forward_pre_hooks, module._forward_hooks]
 
 
-def remove_forward_hooks(module: torch.nn.Module, functions: Container[Any]) -> None:
-    """Take some functions off a module that nobody has a handle of: it is a copy."""
+def remove_forward_hooks(module: torch.nn.Module, function: Callable[..., Any]) -> None:
+    """Take a function off a module that nobody has a handle of: it is a copy."""
     for hooks in forward_hooks(module):
-        for key in [key for key, hook in hooks.items() if hook in functions]:
+        for key in [key for key, hook in hooks.items() if hook is function]:
             del hooks[key]
             module._forward_hooks_always_called.pop(key, None)
 

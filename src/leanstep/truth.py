@@ -216,6 +216,11 @@ class OpMeter:
         self._open.close()
         if self._profiler is not None:
             parts = _split(memory_event_bytes(self._profiler))
+            if len(parts[1::2]) != len(self._ended):
+                raise MeasureError(
+                    "the memory of each op could not be read: another torch.profiler was started "
+                    "or stopped in the same step. Leave it out of this one"
+                )
             ops = zip(parts[1::2], self._ended, strict=True)
             self._rises = [_highest(part) for part, has_ended in ops if has_ended]
 

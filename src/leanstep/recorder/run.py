@@ -1,7 +1,6 @@
 """Run one training step while it is recorded."""
 
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -12,14 +11,12 @@ from leanstep.eager import uncompiled
 from leanstep.ir import Category, Graph
 from leanstep.recorder.attic import Attic
 from leanstep.recorder.company import Company
+from leanstep.recorder.hooks import Hook
 from leanstep.recorder.resizes import resizes_told
 from leanstep.recorder.signatures import Signatures
 from leanstep.recorder.step import StepRecording
 from leanstep.step import TrainingStep
 from leanstep.truth import OpMeter
-
-# All that are on modules now, or on copies of them.
-_hooks: weakref.WeakSet[Callable[..., None]] = weakref.WeakSet()
 
 
 def record(
@@ -78,36 +75,20 @@ def adopt_static(step: TrainingStep, recording: StepRecording) -> None:
 @contextmanager
 def module_hooks(model: torch.nn.Module, recording: StepRecording) -> Iterator[None]:
     """Tell a recording of every module's calls, inside the block."""
-    told = [recording]
     with ExitStack() as stack:
-        # Copies that are made meanwhile take the hooks along.
-        stack.callback(told.clear)
         for path, module in model.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
                 # It takes no hooks: its ops belong to the module that calls it.
                 recording.company.scripted[path] = None
                 continue
-            for handle in _hook(path, module, told):
+            for handle in _hook(path, module, recording):
                 stack.callback(handle.remove)
         yield
 
 
-def _hook(path: str, module: torch.nn.Module, told: list[StepRecording]) -> tuple[Any, Any]:
-    own = weakref.ref(module)
-
-    def before(module: torch.nn.Module, _: Any) -> None:
-        if module is not own():
-            # A copy, which is to compute what it did: hooks keep some of torch's from a faster way.
-            for inner in module.modules():
-                torch_private.remove_forward_hooks(inner, _hooks)
-        elif told:
-            told[0].enter(path, module)
-
-    def after(module: torch.nn.Module, *_: Any) -> None:
-        if module is own() and told:
-            told[0].leave()
-
-    _hooks.update((before, after))
+def _hook(path: str, module: torch.nn.Module, recording: StepRecording) -> tuple[Any, Any]:
+    before = Hook(lambda module, _: recording.enter(path, module))
+    after = Hook(lambda *_: recording.leave())
     return (
         module.register_forward_pre_hook(before, prepend=True),
         module.register_forward_hook(after, always_call=True),
