@@ -48,7 +48,8 @@ from leanstep.steptime import StepTime
 from leanstep.torch_private import is_innermost, local_tensor, top_saving_hooks
 from leanstep.truth import OpMeter, resident_bytes
 
-# Those under way.
+# One at a time, of all threads: there is one profiler for all.
+_turns = threading.Lock()
 _under_way: "weakref.WeakSet[FirstStep]" = weakref.WeakSet()
 
 RECORDED_LIVE = "recorded from the first training step: its time is the sum over its ops"
@@ -70,10 +71,11 @@ class FirstStep:
         has_gradients = any(p.grad is not None for p in step.parameters())
         self._step = dataclasses.replace(step, gradients_kept=has_gradients)
         self._signatures, self._company = Signatures(), Company(is_inside=True)
-        self._open, self._hooks = ExitStack(), ExitStack()
-        meter = self._open.enter_context(OpMeter(step.device))
+        # Hooks of modules; what is in force in this step; and the stacks of torch's for a thread.
+        self._hooks, self._open, self._modes = ExitStack(), ExitStack(), ExitStack()
+        self._meter = OpMeter(step.device)
         self._recording = LiveRecording(
-            meter,
+            self._meter,
             self._signatures,
             company=self._company,
             has_optimizer=step.optimizer is not None,
@@ -89,21 +91,41 @@ class FirstStep:
 
     @staticmethod
     def is_one_open() -> bool:
-        """Whether a first step is under way, on any thread: there is one profiler for all."""
+        """Whether a first step is under way."""
         return bool(_under_way)
 
     @staticmethod
     def fail_open_ones() -> None:
-        """Stop watching all that this thread has begun."""
+        """Stop watching what this thread has begun."""
         for first in list(_under_way):
-            if first._thread == threading.get_ident():
+            if first.is_here:
                 first.fail()
+
+    def takes_turn(self) -> bool:
+        """Whether it may begin: no other is under way."""
+        with _turns:
+            if _under_way:
+                return False
+            _under_way.add(self)
+            return True
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the thread that it began on."""
+        return self._thread == threading.get_ident()
+
+    @property
+    def _is_innermost(self) -> bool:
+        """Whether what it has put on torch's stacks can be taken off."""
+        recording = self._recording
+        is_ours = top_saving_hooks() == (recording.pack, recording.unpack)
+        return self.is_here and is_ours and is_innermost(recording)
 
     @property
     def is_forgotten(self) -> bool:
         """Whether nobody can derive any more what forward has made so far."""
         saves = self._recording.saves
-        return bool(saves) and all(save.release >= 0 for save in saves)
+        return bool(saves) and all(save.release >= 0 for save in saves) and self._is_innermost
 
     @property
     def has_seen_backward(self) -> bool:
@@ -118,17 +140,17 @@ class FirstStep:
     def begin(self) -> None:
         """Start in the model's own call, before its forward."""
         step, recording = self._step, self._recording
-        _under_way.add(self)
         self._open.callback(_under_way.discard, self)
+        self._open.enter_context(self._meter)
         self._open.enter_context(uncompiled())
         self._hooks.enter_context(module_hooks(step.model, recording))
         adopt_static(step, recording)
         self._other_bytes = max(0, resident_bytes(step) - sum(recording.nbytes))
         self._recompute_all()
         hooks = torch.autograd.graph.saved_tensors_hooks(recording.pack, recording.unpack)
-        self._open.enter_context(hooks)
         self._open.enter_context(resizes_told(recording.resized))
-        self._open.enter_context(recording)
+        self._modes.enter_context(hooks)
+        self._modes.enter_context(recording)
         # The model's own call has begun before there was a hook on it.
         recording.enter("", step.model)
 
@@ -176,17 +198,22 @@ class FirstStep:
     def fail(self) -> None:
         """Stop watching, in the middle of a call: hooks may not be taken off there."""
         self._recording.has_failed = True
-        self._open.close()
+        self._leave()
 
     def abandon(self) -> None:
         """Leave the model as it was."""
-        self._open.close()
+        self._recording.has_failed = True
+        self._leave()
         self._hooks.close()
 
+    def _leave(self) -> None:
+        # What lies below something of the user's, or on another thread, does nothing any more.
+        if self._is_innermost:
+            self._modes.close()
+        self._open.close()
+
     def _close(self) -> None:
-        recording = self._recording
-        is_ours = top_saving_hooks() == (recording.pack, recording.unpack)
-        if not is_innermost(recording) or not is_ours:
+        if not self._is_innermost:
             raise InputError(
                 "a dispatch mode or saved-tensor hooks were entered before the model's first call "
                 "and left before optimizer.step(), or the other way round: leanstep.lean records "

@@ -15,8 +15,9 @@ recorder's account.
 
 import functools
 import sys
-import threading
 import traceback
+import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -37,7 +38,7 @@ from leanstep.sharing import check_same, shared_plan, together
 from leanstep.solvers.base import Solver
 from leanstep.solvers.registry import find_solver
 from leanstep.step import make_step
-from leanstep.torch_private import MODULE_CALL_CODE, in_backward
+from leanstep.torch_private import MODULE_CALL_CODE, in_backward, saving_hooks_are_set
 from leanstep.truth import return_cached
 from leanstep.units import check_budget, parse_budget
 
@@ -57,8 +58,8 @@ class Lean:
         self._make_plan = make_plan
         self._applied: Applied | None = None
         self._first: FirstStep | None = None
-        # Whether a call of the model runs, as far as its hooks tell, and on which thread.
-        self._is_running, self._thread = False, 0
+        # Whether a call of the model runs, as far as its hooks tell.
+        self._is_running = self._has_begun = self._has_warned = False
         self._optimizer: torch.optim.Optimizer | None = None
         self._handles: list[Any] = []
         self._optimizer_handles: list[Any] = []
@@ -139,8 +140,12 @@ class Lean:
             # Gradients are accumulated: the last batch before the update is the one to plan for.
             # Or backward has failed, and is tried again; or nobody wants what forward has made.
             first.abandon()
-        elif FirstStep.is_one_open():
+            self._first = None
+        if FirstStep.is_one_open():
             # Another model's: it is this one's turn when that is over.
+            return
+        if saving_hooks_are_set():
+            self._warn_of_hooks()
             return
         self._begin(batch)
 
@@ -167,16 +172,19 @@ class Lean:
         self.begin_step(kwargs if not args else args if not kwargs else (args, kwargs))
 
     def _begin(self, batch: Any) -> None:
-        if self._first is None:
-            check_same(identity_of(self.model))
-        if not self._taken.put_back:
-            with taken_over(self.model, self._takes_over) as self._taken:
-                refuse_fitted(self.model)
         step = make_step(self.model, batch, None, self._optimizer)
-        self._thread = threading.get_ident()
-        self._first = FirstStep(step, model_is_called=self._model_is_called, chunks=self._chunks)
+        first = FirstStep(step, model_is_called=self._model_is_called, chunks=self._chunks)
+        if not first.takes_turn():
+            return
+        self._first = first
         try:
-            self._first.begin()
+            if not self._has_begun:
+                check_same(identity_of(self.model))
+                self._has_begun = True
+            if not self._taken.put_back:
+                with taken_over(self.model, self._takes_over) as self._taken:
+                    refuse_fitted(self.model)
+            first.begin()
         except BaseException:
             self.remove()
             raise
@@ -192,17 +200,34 @@ class Lean:
 
     def _is_another(self, model: torch.nn.Module) -> bool:
         """Whether it is another model's call, or on another thread than the first step."""
-        is_elsewhere = self._first is not None and self._thread != threading.get_ident()
+        is_elsewhere = self._first is not None and not self._first.is_here
         return is_elsewhere or model is not self.model
 
     def _is_inside(self) -> bool:
         """Whether the call of the model that begins or ends is one inside another."""
         return _num_calls(self.model) > 1
 
+    def _warn_of_hooks(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "leanstep.lean waits for a step outside of saved-tensor hooks of yours "
+                "(save_on_cpu, a checkpoint around the model): it cannot record what they keep. If "
+                "every step has them, use leanstep.fit with a loss that has them too.",
+                stacklevel=2,
+            )
+
     def _before_update(self, *_: Any) -> None:
-        if self._is_complete:
-            assert self._first is not None
-            self._first.begin_optimizer()
+        if not self._is_complete:
+            return
+        assert self._first is not None
+        if not self._first.is_here:
+            self._first.fail()
+            raise InputError(
+                "optimizer.step() runs on another thread than the model's forward did, and "
+                "leanstep.lean records one thread. Call remove(), and use leanstep.fit."
+            )
+        self._first.begin_optimizer()
 
     def _after_update(self, *_: Any) -> None:
         if self._is_complete:
@@ -226,6 +251,10 @@ class Lean:
             raise
         return_cached(next(self.model.parameters()).device)
         self._applied = engines.apply(self.model, self.plan)
+
+
+_leans: "weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Lean]]"
+_leans = weakref.WeakKeyDictionary()
 
 
 def lean(
@@ -264,6 +293,11 @@ def lean(
     check_budget(budget)
     find_solver(solver)
     make_step(model, (), None, _innermost(optimizer))
+    # A loop that is begun anew has not told of the end of the old one, be it of the same model.
+    before = _leans.get(model)
+    if (earlier := before and before()) and earlier.plan is None:
+        earlier.remove()
+    FirstStep.fail_open_ones()
     if not takeover:
         refuse_fitted(model)
 
@@ -279,9 +313,8 @@ def lean(
             chunks=chunks,
         )
 
-    # A loop that is begun anew, with a new model, has not told of the end of the old one.
-    FirstStep.fail_open_ones()
     lazy = Lean(model, make_plan, chunks=chunks)
+    _leans[model] = weakref.ref(lazy)
     lazy.watch(optimizer, takeover=takeover)
     return lazy
 

@@ -77,8 +77,15 @@ def is_plain(given: Mapping[str, Any]) -> bool:
     Weights of classes and smoothed labels do.
     """
     others = (given[name] for name in ("weight", "size_average", "reduce"))
-    is_simple = all(other is None for other in others) and not given["label_smoothing"]
-    return is_simple and given["reduction"] in REDUCTIONS and isinstance(given["ignore_index"], int)
+    smoothing, reduction, ignored = map(
+        given.__getitem__, ("label_smoothing", "reduction", "ignore_index")
+    )
+    return (
+        all(other is None for other in others)
+        and (isinstance(smoothing, (int, float)) and smoothing == 0)
+        and (isinstance(reduction, str) and reduction in REDUCTIONS)
+        and (isinstance(ignored, int) and abs(ignored) < 2**63)
+    )
 
 
 def way_of(logits: torch.Tensor, labels: torch.Tensor) -> Way | None:

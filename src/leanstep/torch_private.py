@@ -237,7 +237,12 @@ def remove_forward_hooks(module: torch.nn.Module, function: Callable[..., Any]) 
     for hooks in forward_hooks(module):
         for key in [key for key, hook in hooks.items() if hook is function]:
             del hooks[key]
-            module._forward_hooks_always_called.pop(key, None)
+            for which in (
+                module._forward_hooks_always_called,
+                module._forward_hooks_with_kwargs,
+                module._forward_pre_hooks_with_kwargs,
+            ):
+                which.pop(key, None)
 
 
 # The module and the function in which torch calls what `torch.compile` has wrapped.

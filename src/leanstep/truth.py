@@ -206,6 +206,7 @@ class OpMeter:
         self._ended: list[bool] = []
         self._open = ExitStack()
         self._profiler: profile | None = None
+        self._is_disturbed = False
 
     def __enter__(self) -> Self:
         if self.device.type != "cuda":
@@ -213,16 +214,17 @@ class OpMeter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._open.close()
-        if self._profiler is not None:
-            parts = _split(memory_event_bytes(self._profiler))
-            if len(parts[1::2]) != len(self._ended):
-                raise MeasureError(
-                    "the memory of each op could not be read: another torch.profiler was started "
-                    "or stopped in the same step. Leave it out of this one"
-                )
-            ops = zip(parts[1::2], self._ended, strict=True)
-            self._rises = [_highest(part) for part, has_ended in ops if has_ended]
+        if self._profiler is None:
+            return
+        try:
+            self._open.close()
+            parts = _split(memory_event_bytes(self._profiler))[1::2]
+        except RuntimeError:
+            # Torch 2.11 has nothing to stop where another profiler was stopped.
+            parts = []
+        self._is_disturbed = len(parts) != len(self._ended)
+        ops = zip(parts, self._ended, strict=False)
+        self._rises = [_highest(part) for part, has_ended in ops if has_ended]
 
     def op(self) -> AbstractContextManager[None]:
         """Hold one op."""
@@ -243,6 +245,11 @@ class OpMeter:
 
     def rises(self) -> list[int]:
         """The rise of each op in turn; known after the meter is closed."""
+        if self._is_disturbed:
+            raise MeasureError(
+                "the memory of each op could not be read: another torch.profiler was started or "
+                "stopped in the same step. Leave it out of this one"
+            )
         return self._rises
 
     @contextmanager

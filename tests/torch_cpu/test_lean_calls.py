@@ -1,5 +1,6 @@
 """Which calls of a lazily fitted model are its first step, and which are not."""
 
+import copy
 import gc
 import io
 import threading
@@ -8,11 +9,15 @@ import weakref
 import pytest
 import torch
 from encoders import Encoder, encoding
+from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.hooks import RemovableHandle
 
 import leanstep
-from leanstep.errors import MeasureError
+from leanstep.errors import InputError, MeasureError
 from leanstep.firststep import FirstStep
+from leanstep.torch_private import saving_hooks_are_set
 
 
 class Caller(Encoder):
@@ -187,3 +192,171 @@ def test_a_profiler_of_the_users_in_the_middle_is_said_to_be_in_the_way():
     with pytest.raises(MeasureError, match=r"another torch\.profiler was started or stopped"):
         optimizer.step()
     assert not FirstStep.is_one_open() and not _get_current_dispatch_mode_stack()
+
+
+def small():
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    return model, torch.optim.SGD(model.parameters(), 0.01)
+
+
+ROWS = torch.randn(32, 64)
+
+
+def assert_nothing_is_left(model):
+    assert not FirstStep.is_one_open() and not _get_current_dispatch_mode_stack()
+    assert not any(inner._forward_hooks or inner._forward_pre_hooks for inner in model.modules())
+    assert not saving_hooks_are_set()
+
+
+def test_models_on_threads_of_their_own_are_recorded_one_after_the_other():
+    failed = []
+
+    def loop(model, optimizer):
+        try:
+            for _ in range(6):
+                model(ROWS).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        except BaseException as error:
+            failed.append(error)
+
+    pairs = [small(), small()]
+    leans = [leanstep.lean(*pair, budget="100%") for pair in pairs]
+    threads = [threading.Thread(target=loop, args=pair) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert failed == [] and any(lean.plan is not None for lean in leans)
+    assert not FirstStep.is_one_open()
+
+
+@pytest.mark.parametrize("why", ["an error", "another lean"])
+def test_a_first_step_that_failed_waits_for_the_other_models(why):
+    (model, optimizer), (other, its) = small(), small()
+    lean = leanstep.lean(model, optimizer, budget="100%")
+    if why == "an error":
+        second = leanstep.lean(other, its, budget="100%")
+        with pytest.raises(RuntimeError):
+            model(torch.randn(32, 63))
+    else:
+        loss = model(ROWS).sum()
+        second = leanstep.lean(other, its, budget="100%")
+        loss.backward()
+        optimizer.step()
+
+    for _ in range(3):
+        (other(ROWS).sum() + model(ROWS).sum()).backward()
+        optimizer.step()
+        its.step()
+
+    assert lean.plan is not None and second.plan is not None
+    assert_nothing_is_left(model)
+
+
+def test_inside_hooks_of_the_users_it_waits():
+    """They may change what they save: what stands above them would undo that."""
+    model, optimizer = small()
+    twin = copy.deepcopy(model)
+    lean = leanstep.lean(model, optimizer, budget="100%")
+
+    def gradients(one):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.half(), lambda t: t.float()):
+            one(ROWS).pow(2).sum().backward()
+        found = [p.grad.clone() for p in one.parameters()]
+        one.zero_grad()
+        return found
+
+    with pytest.warns(UserWarning, match="waits for a step outside of saved-tensor hooks"):
+        found = gradients(model)
+
+    assert all(torch.equal(a, b) for a, b in zip(found, gradients(twin), strict=True))
+    assert lean.plan is None and not FirstStep.is_one_open()
+    model(ROWS).sum().backward()
+    optimizer.step()
+    assert lean.plan is not None
+
+
+def test_an_update_on_another_thread_is_refused_and_can_be_undone():
+    model, optimizer = small()
+    lean = leanstep.lean(model, optimizer, budget="100%")
+    model(ROWS).sum().backward()
+    failed = []
+
+    def update():
+        try:
+            optimizer.step()
+        except InputError as error:
+            failed.append(str(error))
+
+    thread = threading.Thread(target=update)
+    thread.start()
+    thread.join()
+    model(ROWS)
+    lean.remove()
+
+    assert len(failed) == 1 and "runs on another thread" in failed[0]
+    assert_nothing_is_left(model)
+
+
+@pytest.mark.parametrize("what", ["remove", "an error"])
+def test_a_profiler_of_the_users_does_not_disturb_what_gives_back(what):
+    model, optimizer = small()
+    lean = leanstep.lean(model, optimizer, budget="100%")
+    with torch.profiler.profile(profile_memory=True):
+        model(ROWS).sum().backward()
+
+    if what == "an error":
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(torch.randn(32, 63))
+    lean.remove()
+
+    assert_nothing_is_left(model)
+
+
+def test_a_mode_of_the_users_above_it_stays():
+    model, optimizer = small()
+    leanstep.lean(model, optimizer, budget="100%")
+    model(ROWS)
+
+    with FlopCounterMode(display=False) as mode:
+        model(ROWS).sum().backward()
+        assert "FlopCounter" in type(_get_current_dispatch_mode_stack()[-1]).__name__
+    optimizer.step()
+
+    assert mode.get_total_flops() > 0 and not _get_current_dispatch_mode_stack()
+
+
+@pytest.mark.parametrize("when", ["before", "in the first step"])
+def test_to_ask_again_for_the_same_model_begins_anew(when):
+    model, optimizer = small()
+    leanstep.lean(model, optimizer, budget="60%")
+    # Held, as a notebook does.
+    loss = None if when == "before" else model(ROWS)
+
+    lean = leanstep.lean(model, optimizer, budget="100%")
+    for _ in range(3):
+        model(ROWS).sum().backward()
+        optimizer.step()
+
+    assert lean.plan is not None
+    assert_nothing_is_left(model)
+    del loss
+
+
+def test_a_model_that_was_saved_in_its_first_step_takes_hooks_when_it_is_loaded(monkeypatch):
+    model, optimizer = small()
+    leanstep.lean(model, optimizer, budget="100%")
+    key = next(iter(model._forward_pre_hooks))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    loaded(ROWS)
+    # As in a new process.
+    monkeypatch.setattr(RemovableHandle, "next_id", key)
+
+    loaded.register_forward_pre_hook(lambda module, args: None)
+
+    assert torch.equal(loaded(ROWS), model(ROWS))

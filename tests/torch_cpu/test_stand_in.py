@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 import threading
 
 import pytest
@@ -14,7 +15,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import leanstep
+from leanstep.engines import stand_in
+from leanstep.engines.loss import Window
 from leanstep.engines.stand_in import standing_in
+from leanstep.ir import LossInChunks
 from leanstep.torch_loss import CROSS_ENTROPY_CODE
 
 LOGITS, LABELS = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
@@ -203,3 +207,58 @@ def test_where_nobody_may_look_at_what_is_saved_the_loss_is_torchs(forbids):
     else:
         with torch.autograd.graph.disable_saved_tensors_hooks("none of that"):
             model(**batch)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_trace_inside_is_of_torchs_own(given):
+    def loss(logits):
+        return cross_entropy(logits, LABELS)
+
+    traced = torch.jit.trace(loss, LOGITS, check_trace=False)
+
+    assert given == [] and torch.isfinite(traced(LOGITS))
+
+
+def test_what_others_make_of_the_function_stays():
+    def other(input, target, *_, **__):
+        return "theirs"
+
+    with standing_in(lambda given: ANSWER):
+        cross_entropy.__code__, ours = other.__code__, cross_entropy.__code__
+        with standing_in(lambda given: None):
+            assert cross_entropy(LOGITS, LABELS) == "theirs"
+    left, cross_entropy.__code__ = cross_entropy.__code__, CROSS_ENTROPY_CODE
+
+    assert left is other.__code__ and ours is not other.__code__
+
+
+def test_one_whose_end_was_interrupted_answers_no_more():
+    place = standing_in(lambda given: ANSWER)
+    place.__enter__()
+    known = stand_in._known_here()
+    assert is_answered() and len(known) == 1
+    # Its generator goes, and its end is not run through.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stand_in, "_set_code", lambda: None)
+        del place
+        gc.collect()
+    assert not is_answered()
+
+    with standing_in(lambda given: None):
+        pass
+
+    assert cross_entropy.__code__ is CROSS_ENTROPY_CODE
+
+
+ODD = [{"reduction": []}, {"label_smoothing": torch.zeros(3)}, {"ignore_index": 2**70}]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: next(iter(odd)))
+def test_odd_arguments_raise_what_they_raise_in_torch(odd):
+    logits, labels = torch.randn(64, 8, requires_grad=True), torch.zeros(64).long()
+    window = Window(LossInChunks("", 16, freed_bytes=0, extra_seconds=0.0))
+    with pytest.raises(Exception) as expected:
+        cross_entropy(logits, labels, **odd)
+
+    with standing_in(window.answer), pytest.raises(expected.type):
+        cross_entropy(logits, labels, **odd)

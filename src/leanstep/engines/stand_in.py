@@ -9,6 +9,7 @@ stand in front of it as ever; calls of other threads, and of compilers, go on to
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import CodeType, FunctionType
@@ -18,13 +19,14 @@ import torch
 from torch.overrides import has_torch_function
 
 from leanstep.torch_loss import CROSS_ENTROPY, CROSS_ENTROPY_CODE
+from leanstep.torch_private import is_traced
 
 # What a cross entropy was given, by name, in; the loss out, or None to leave it to torch.
 Answer = Callable[[Mapping[str, Any]], torch.Tensor | None]
 
 _here = threading.local()
 _lock = threading.Lock()
-_num_open = 0
+_places: "weakref.WeakSet[_Place]" = weakref.WeakSet()
 
 
 def _other_code(
@@ -66,41 +68,52 @@ def _as_it_is() -> Callable[..., Any]:
 
 def answered(*given: Any) -> Any:
     """What torch's function returns while somebody stands in for it."""
-    answers: list[Answer] = getattr(_here, "answers", [])
+    places = [place for known in _known_here() if (place := known())]
     # Modes and tensors of others' come first: they call it again.
-    if answers and not torch.compiler.is_compiling() and not has_torch_function(given[:3]):
-        found = answers[-1](dict(zip(_NAMES, given, strict=True)))
+    if places and not is_traced() and not has_torch_function(given[:3]):
+        found = places[-1].answer(dict(zip(_NAMES, given, strict=True)))
         if found is not None:
             return found
     return _as_it_is()(*given)
 
 
+class _Place:
+    """Somebody who stands in, for as long as the call lasts that does: be it interrupted."""
+
+    __slots__ = ("__weakref__", "answer")
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+
+
+def _known_here() -> "list[weakref.ref[_Place]]":
+    """Those of this thread, the innermost last."""
+    known: list[weakref.ref[_Place]] = vars(_here).setdefault("known", [])
+    return known
+
+
 @contextmanager
 def standing_in(answer: Answer) -> Iterator[None]:
     """Ask for an answer first wherever this thread calls torch's cross entropy."""
-    answers: list[Answer] = vars(_here).setdefault("answers", [])
-    answers.append(answer)
+    place, known = _Place(answer), _known_here()
     try:
-        with _code_changed():
-            yield
-    finally:
-        answers.remove(answer)
-
-
-@contextmanager
-def _code_changed() -> Iterator[None]:
-    _count(1)
-    try:
+        known.append(weakref.ref(place))
+        _places.add(place)
+        _set_code()
         yield
     finally:
-        _count(-1)
+        _places.discard(place)
+        known[:] = [other for other in known if other() not in (None, place)]
+        _set_code()
 
 
-def _count(change: int) -> None:
-    """Change the code with the first who stands in, and back with the last."""
-    global _num_open
+def _set_code() -> None:
+    """Give torch's function our code or its own back; what others have made of it stays."""
+    if CROSS_ENTROPY is None or CROSS_ENTROPY_CODE is None or not _is_known(CROSS_ENTROPY_CODE):
+        return
     with _lock:
-        _num_open += change
-        if CROSS_ENTROPY_CODE is not None and _is_known(CROSS_ENTROPY_CODE):
-            assert CROSS_ENTROPY is not None
-            CROSS_ENTROPY.__code__ = _other_code.__code__ if _num_open else CROSS_ENTROPY_CODE
+        now, ours = CROSS_ENTROPY.__code__, _other_code.__code__
+        if len(_places) and now is CROSS_ENTROPY_CODE:
+            CROSS_ENTROPY.__code__ = ours
+        elif not len(_places) and now is ours:
+            CROSS_ENTROPY.__code__ = CROSS_ENTROPY_CODE

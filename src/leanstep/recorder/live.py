@@ -118,8 +118,11 @@ class LiveRecording(StepRecording):
     def pack(self, tensor: torch.Tensor) -> Any:
         """Note a tensor that autograd saves outside of the blocks."""
         # The hooks stay set between forward and backward; a checkpoint's second run is no save.
-        is_save = not self.has_failed and self._phase() is not Phase.BACKWARD
-        return super().pack(tensor) if is_save else tensor
+        if not self.has_failed and self._phase() is not Phase.BACKWARD:
+            return super().pack(tensor)
+        # A node that saves its own result as it is would hold itself.
+        with self.aside():
+            return tensor.detach()
 
     def _phase(self) -> Phase:
         phase = super()._phase()
