@@ -7,7 +7,6 @@ stays the same object under every name that somebody has for it; wrappers and mo
 stand in front of it as ever; calls of other threads, and of compilers, go on to what it was.
 """
 
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -59,22 +58,25 @@ def _is_known(code: CodeType) -> bool:
     return _names_of(code) == _NAMES and not code.co_freevars
 
 
-@functools.cache
-def _as_it_is() -> Callable[..., Any]:
-    """Torch's own, whatever code it has at the moment."""
-    assert CROSS_ENTROPY is not None and CROSS_ENTROPY_CODE is not None
-    return FunctionType(CROSS_ENTROPY_CODE, CROSS_ENTROPY.__globals__, CROSS_ENTROPY.__name__)
+# Torch's own, whatever code it has at the moment.
+_as_it_is: Any = CROSS_ENTROPY
+if CROSS_ENTROPY is not None and CROSS_ENTROPY_CODE is not None:
+    _as_it_is = FunctionType(CROSS_ENTROPY_CODE, CROSS_ENTROPY.__globals__, CROSS_ENTROPY.__name__)
 
 
 def answered(*given: Any) -> Any:
     """What torch's function returns while somebody stands in for it."""
+    # Asked first, and alone: a compiler goes no further into this.
+    found = None if torch.compiler.is_compiling() else _answer(given)
+    return _as_it_is(*given) if found is None else found
+
+
+def _answer(given: tuple[Any, ...]) -> torch.Tensor | None:
     places = [place for known in _known_here() if (place := known())]
     # Modes and tensors of others' come first: they call it again.
-    if places and not is_traced() and not has_torch_function(given[:3]):
-        found = places[-1].answer(dict(zip(_NAMES, given, strict=True)))
-        if found is not None:
-            return found
-    return _as_it_is()(*given)
+    if not places or is_traced() or has_torch_function(given[:3]):
+        return None
+    return places[-1].answer(dict(zip(_NAMES, given, strict=True)))
 
 
 class _Place:
