@@ -51,6 +51,8 @@ from leanstep.truth import OpMeter, resident_bytes
 # One at a time, of all threads: there is one profiler for all.
 _turns = threading.Lock()
 _under_way: "weakref.WeakSet[FirstStep]" = weakref.WeakSet()
+# Those with something on torch's stacks, which hold them too.
+_on_stacks: "list[FirstStep]" = []
 
 RECORDED_LIVE = "recorded from the first training step: its time is the sum over its ops"
 
@@ -107,7 +109,8 @@ class FirstStep:
             if _under_way:
                 return False
             _under_way.add(self)
-            return True
+        self._open.callback(_under_way.discard, self)
+        return True
 
     @property
     def is_here(self) -> bool:
@@ -140,7 +143,6 @@ class FirstStep:
     def begin(self) -> None:
         """Start in the model's own call, before its forward."""
         step, recording = self._step, self._recording
-        self._open.callback(_under_way.discard, self)
         self._open.enter_context(self._meter)
         self._open.enter_context(uncompiled())
         self._hooks.enter_context(module_hooks(step.model, recording))
@@ -151,6 +153,7 @@ class FirstStep:
         self._open.enter_context(resizes_told(recording.resized))
         self._modes.enter_context(hooks)
         self._modes.enter_context(recording)
+        _on_stacks.append(self)
         # The model's own call has begun before there was a hook on it.
         recording.enter("", step.model)
 
@@ -207,10 +210,19 @@ class FirstStep:
         self._hooks.close()
 
     def _leave(self) -> None:
-        # What lies below something of the user's, or on another thread, does nothing any more.
-        if self._is_innermost:
-            self._modes.close()
+        self.tidy()
         self._open.close()
+
+    @staticmethod
+    def tidy() -> None:
+        """Take off what has failed, as far as nothing of the user's lies above it.
+
+        Where something does, or on another thread, it does nothing meanwhile.
+        """
+        for first in reversed(_on_stacks):
+            if first.has_failed and first._is_innermost:
+                first._modes.close()
+                _on_stacks.remove(first)
 
     def _close(self) -> None:
         if not self._is_innermost:

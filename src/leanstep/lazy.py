@@ -81,6 +81,7 @@ class Lean:
         self._stop_watching()
         while self._optimizer_handles:
             self._optimizer_handles.pop().remove()
+        FirstStep.tidy()
         if self._first is not None:
             self._first.abandon()
             self._first = None
@@ -128,6 +129,7 @@ class Lean:
         """Note that a step begins; only the first matters."""
         if self.plan is not None or not torch.is_grad_enabled() or in_backward():
             return
+        FirstStep.tidy()
         first = self._first
         if first is not None and not first.has_failed:
             if not first.has_seen_backward and (self._is_inside() or not first.is_forgotten):

@@ -328,6 +328,21 @@ def test_a_mode_of_the_users_above_it_stays():
     assert mode.get_total_flops() > 0 and not _get_current_dispatch_mode_stack()
 
 
+def test_what_lies_below_a_mode_of_the_users_is_taken_off_when_that_is_gone():
+    model, optimizer = small()
+    lean = leanstep.lean(model, optimizer, budget="100%")
+    loss = model(ROWS).sum()
+
+    with FlopCounterMode(display=False) as mode:
+        lean.remove()
+        model(ROWS)
+    assert mode.get_total_flops() > 0
+    loss.backward()
+    lean.remove()
+
+    assert_nothing_is_left(model)
+
+
 @pytest.mark.parametrize("when", ["before", "in the first step"])
 def test_to_ask_again_for_the_same_model_begins_anew(when):
     model, optimizer = small()
