@@ -95,7 +95,8 @@ ACCUMULATED, CHECKPOINTED = {"gradient_accumulation_steps": 2}, {"gradient_check
         *((make, ACCUMULATED) for make in (make_bert, make_lora)),
         *((make, CHECKPOINTED) for make in (make_llama, make_lora)),
     ],
-    ids=str,
+    # Of a function not its text, which names an address: processes that share tests compare them.
+    ids=lambda one: getattr(one, "__name__", str(one)),
 )
 def test_trainer_with_the_callback_trains_the_same_numbers(make, settings, tmp_path) -> None:
     from leanstep.integrations.transformers import LeanCallback
