@@ -52,11 +52,6 @@ class Attempt:
         return self.verdict
 
 
-def unverified(step: TrainingStep, recorded: Profile, plan_for: PlanFor) -> Attempt:
-    """The first plan that a dry run can do."""
-    return _rehearsed(step, recorded, plan_for)
-
-
 def verified(step: TrainingStep, recorded: Profile, plan_for: PlanFor) -> Attempt:
     """The best of the plans that measured steps lead to, with its verdict."""
     # Looked at before anything is planned.
@@ -132,7 +127,7 @@ def _tried(
     """Try once what is planned with another profile; the first plan stays unless it is beaten."""
     first.applied.set_aside()
     try:
-        second = _measured(step, _rehearsed(step, known, plan_for), before)
+        second = _measured(step, rehearsed(step, known, plan_for), before)
     except (BudgetError, MeasureError, VerifyError, torch.OutOfMemoryError) as error:
         # It does not fit after all, or is wrong; what does and is not is at hand.
         if isinstance(error, VerifyError):
@@ -147,7 +142,7 @@ def _tried(
     return first
 
 
-def _rehearsed(step: TrainingStep, recorded: Profile, plan_for: PlanFor) -> Attempt:
+def rehearsed(step: TrainingStep, recorded: Profile, plan_for: PlanFor) -> Attempt:
     """Plan, and plan around all that a dry run cannot do: blocks that do not repeat, the loss."""
     while True:
         applied = engines.apply(step.model, plan_for(recorded))
@@ -182,7 +177,7 @@ def _failed(step: TrainingStep, applied: Applied) -> tuple[Exclusion, ...]:
 
 def _judged(step: TrainingStep, recorded: Profile, before: Look, plan_for: PlanFor) -> Attempt:
     """Plan and judge; once more with the loss as a whole, if in chunks it has other bits."""
-    attempt = _rehearsed(step, recorded, plan_for)
+    attempt = rehearsed(step, recorded, plan_for)
     try:
         return _measured(step, attempt, before)
     except VerifyError:
@@ -190,7 +185,7 @@ def _judged(step: TrainingStep, recorded: Profile, before: Look, plan_for: PlanF
             raise
     reason = "in chunks it had other bits on this device"
     recorded = replace(attempt.profile, whole_loss=reason)
-    return _measured(step, _rehearsed(step, recorded, plan_for), before)
+    return _measured(step, rehearsed(step, recorded, plan_for), before)
 
 
 def _measured(step: TrainingStep, attempt: Attempt, before: Look) -> Attempt:

@@ -10,7 +10,7 @@ import torch
 
 from leanstep import engines, planner
 from leanstep.api import WITHOUT_LIMIT, profile_for, refuse_fitted
-from leanstep.attempts import Attempt, unverified, verified
+from leanstep.attempts import Attempt, rehearsed, verified
 from leanstep.config import read_config
 from leanstep.engines import Applied
 from leanstep.ir import Plan, Profile, Verdict
@@ -141,7 +141,7 @@ def fit(
             chunks=chunks,
         )
         refuse_fitted(model)
-        try_plans = verified if verify else unverified
+        try_plans = verified if verify else rehearsed
 
         def fit_here() -> Attempt:
             recorded = profile_for(step, engine, exact=exact)

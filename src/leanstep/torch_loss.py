@@ -17,9 +17,9 @@ from leanstep.torch_private import past_every_mode
 
 # Torch's own, whatever somebody may put in its place; None where somebody had.
 _found: Any = inspect.unwrap(functional.cross_entropy)
-is_torchs = isinstance(_found, FunctionType) and _found.__module__ == functional.__name__
-CROSS_ENTROPY: FunctionType | None = _found if is_torchs else None
-CROSS_ENTROPY_CODE: CodeType | None = _found.__code__ if is_torchs else None
+_is_torchs = isinstance(_found, FunctionType) and _found.__module__ == functional.__name__
+CROSS_ENTROPY: FunctionType | None = _found if _is_torchs else None
+CROSS_ENTROPY_CODE: CodeType | None = _found.__code__ if _is_torchs else None
 
 # What torch makes a cross entropy of, and its gradient.
 SCORES = torch.ops.aten._log_softmax.default

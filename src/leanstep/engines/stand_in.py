@@ -53,15 +53,15 @@ def _names_of(code: CodeType) -> tuple[str, ...]:
 _NAMES = _names_of(_other_code.__code__)
 
 
-def _is_known(code: CodeType) -> bool:
-    """Whether a code takes what ours takes: another version's may not, and is left alone."""
-    return _names_of(code) == _NAMES and not code.co_freevars
+def _copied() -> FunctionType | None:
+    """Torch's own, whatever code it has later; None where it does not take what ours takes."""
+    code = CROSS_ENTROPY_CODE
+    if CROSS_ENTROPY is None or code is None or _names_of(code) != _NAMES or code.co_freevars:
+        return None
+    return FunctionType(code, CROSS_ENTROPY.__globals__, CROSS_ENTROPY.__name__)
 
 
-# Torch's own, whatever code it has at the moment.
-_as_it_is: Any = CROSS_ENTROPY
-if CROSS_ENTROPY is not None and CROSS_ENTROPY_CODE is not None:
-    _as_it_is = FunctionType(CROSS_ENTROPY_CODE, CROSS_ENTROPY.__globals__, CROSS_ENTROPY.__name__)
+_as_it_is: Any = _copied()
 
 
 def answered(*given: Any) -> Any:
@@ -111,11 +111,11 @@ def standing_in(answer: Answer) -> Iterator[None]:
 
 def _set_code() -> None:
     """Give torch's function our code or its own back; what others have made of it stays."""
-    if CROSS_ENTROPY is None or CROSS_ENTROPY_CODE is None or not _is_known(CROSS_ENTROPY_CODE):
+    if CROSS_ENTROPY is None or _as_it_is is None:
         return
     with _lock:
         now, ours = CROSS_ENTROPY.__code__, _other_code.__code__
-        if len(_places) and now is CROSS_ENTROPY_CODE:
+        if len(_places) and now is _as_it_is.__code__:
             CROSS_ENTROPY.__code__ = ours
         elif not len(_places) and now is ours:
-            CROSS_ENTROPY.__code__ = CROSS_ENTROPY_CODE
+            CROSS_ENTROPY.__code__ = _as_it_is.__code__
