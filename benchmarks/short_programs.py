@@ -20,7 +20,7 @@ import torch
 
 from leanstep.engines.inductor import CompiledForm
 from leanstep.models.resnet import Bottleneck
-from leanstep.torch_programs import ShortProgram, _launcher
+from leanstep.torch_private.programs import ShortProgram, _launcher
 
 
 def arguments():

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from leanstep.torch_private import (
+from leanstep.torch_private.stance import (
     COMPILED_CALL,
     CompilerStepsAside,
     active_compiler,

@@ -45,7 +45,9 @@ from leanstep.recorder.signatures import Signatures
 from leanstep.recorder.values import has_storage
 from leanstep.step import TrainingStep
 from leanstep.steptime import StepTime
-from leanstep.torch_private import is_innermost, local_tensor, top_saving_hooks
+from leanstep.torch_private.autograd import top_saving_hooks
+from leanstep.torch_private.modes import is_innermost
+from leanstep.torch_private.tensors import local_tensor
 from leanstep.truth import OpMeter, resident_bytes
 
 # One at a time, of all threads: there is one profiler for all.

@@ -38,7 +38,8 @@ from leanstep.sharing import check_same, shared_plan, together
 from leanstep.solvers.base import Solver
 from leanstep.solvers.registry import find_solver
 from leanstep.step import make_step
-from leanstep.torch_private import MODULE_CALL_CODE, in_backward, saving_hooks_are_set
+from leanstep.torch_private.autograd import in_backward, saving_hooks_are_set
+from leanstep.torch_private.modules import MODULE_CALL_CODE
 from leanstep.truth import return_cached
 from leanstep.units import check_budget, parse_budget
 

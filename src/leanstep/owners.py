@@ -19,7 +19,8 @@ from typing import Any
 from torch import nn
 
 from leanstep.errors import InputError
-from leanstep.torch_private import CHECKPOINT_WRAPPED, composable_checkpoint, is_compiler_on
+from leanstep.torch_private.modules import CHECKPOINT_WRAPPED, composable_checkpoint
+from leanstep.torch_private.stance import is_compiler_on
 
 _ABSENT = object()
 

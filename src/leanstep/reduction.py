@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from leanstep.errors import InputError
-from leanstep.torch_private import at_end_of_backward
+from leanstep.torch_private.autograd import at_end_of_backward
 from leanstep.units import parse_budget
 
 

@@ -20,7 +20,8 @@ import torch
 
 from leanstep.generators import HeldGenerators
 from leanstep.step import TrainingStep
-from leanstep.torch_private import optimizer_hooks, tree_leaves
+from leanstep.torch_private.modules import optimizer_hooks
+from leanstep.torch_private.tensors import tree_leaves
 
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _COLLECTIONS = (list, deque, set, *_MAPPINGS)

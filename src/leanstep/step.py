@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from leanstep.errors import InputError
-from leanstep.torch_private import any_autocast_is_on, original_step, tree_leaves
+from leanstep.torch_private.modes import any_autocast_is_on
+from leanstep.torch_private.modules import original_step
+from leanstep.torch_private.tensors import tree_leaves
 
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
 

@@ -13,7 +13,7 @@ import leanstep  # noqa: E402
 from leanstep import models  # noqa: E402
 from leanstep.engines.inductor import CompiledForm  # noqa: E402
 from leanstep.models.resnet import Bottleneck  # noqa: E402
-from leanstep.torch_programs import ShortProgram, _launcher  # noqa: E402
+from leanstep.torch_private.programs import ShortProgram, _launcher  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

@@ -59,7 +59,7 @@ def test_bits_and_peak_are_those_of_ops_one_by_one(pick, dtype, monkeypatch) -> 
 
 
 def test_a_program_that_does_not_fit_raises_what_leaves_it_to_python() -> None:
-    from leanstep.torch_interpreter import GraphWriter
+    from leanstep.torch_private.interpreter import GraphWriter
 
     writer = GraphWriter()
     given = writer.input()

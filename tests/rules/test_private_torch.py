@@ -1,10 +1,6 @@
-"""Names of torch that begin with an underscore are used in torch_private.py, the compiler's in
-torch_compiler.py, those of the programs that it makes in torch_programs.py, those of nodes of
-autograd in torch_autograd.py, those of the interpreter of graphs in torch_interpreter.py, those of
-float32's precision in torch_precision.py, those of a cross entropy in torch_loss.py, those of
-tensors without memory in torch_fake.py.
+"""Names of torch that begin with an underscore are used in the folder torch_private alone.
 
-They change between versions of torch; that file says what each is for and which versions have it.
+They change between versions of torch; a file there says what each is for.
 """
 
 import ast
@@ -14,17 +10,8 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "leanstep"
-HOMES = (
-    "torch_private.py",
-    "torch_fake.py",
-    "torch_autograd.py",
-    "torch_compiler.py",
-    "torch_programs.py",
-    "torch_interpreter.py",
-    "torch_precision.py",
-    "torch_loss.py",
-)
-SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if path.name not in HOMES)
+HOME = PACKAGE / "torch_private"
+SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != HOME)
 
 
 def is_private(dotted: str) -> bool:
@@ -88,10 +75,10 @@ def full_name(node: ast.AST, aliases: dict[str, str]) -> str | None:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_private_names_of_torch_are_used_in_one_file(path: Path) -> None:
+def test_private_names_of_torch_are_used_in_one_folder(path: Path) -> None:
     found = private_names(ast.parse(path.read_text(encoding="utf-8")))
 
-    assert not found, f"import {sorted(found)} in torch_private.py, and say there what it is for"
+    assert not found, f"import {sorted(found)} in torch_private, and say there what it is for"
 
 
 @pytest.mark.parametrize(
@@ -123,7 +110,7 @@ def test_rule_finds(text: str) -> None:
         "import torch\ntorch.__version__",
         "import torch\ntorch.ops.aten.add_",
         "import torch\ntorch.nn.init.normal_",
-        "from leanstep.torch_private import DispatchMode\nDispatchMode._enter",
+        "from leanstep.torch_private.modes import DispatchMode\nDispatchMode._enter",
         "class A:\n    def f(self):\n        return self._torch",
     ],
 )

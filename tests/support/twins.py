@@ -21,7 +21,7 @@ from leanstep.recorder.signatures import Signatures
 from leanstep.simulator import simulate, static_bytes
 from leanstep.state import untouched
 from leanstep.step import TrainingStep
-from leanstep.torch_private import tree_map
+from leanstep.torch_private.tensors import tree_map
 from leanstep.truth import peak_rise_bytes, resident_bytes
 
 WIDTH = 48

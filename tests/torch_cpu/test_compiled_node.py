@@ -29,8 +29,8 @@ from leanstep.engines.inductor import CompiledForm  # noqa: E402
 from leanstep.forms import cuts  # noqa: E402
 from leanstep.forms.capture import capture  # noqa: E402
 from leanstep.forms.kinds import Example  # noqa: E402
-from leanstep.torch_autograd import Parts, is_plain  # noqa: E402
-from leanstep.torch_private import tensor_use_count  # noqa: E402
+from leanstep.torch_private.nodes import Parts, is_plain  # noqa: E402
+from leanstep.torch_private.tensors import tensor_use_count  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),

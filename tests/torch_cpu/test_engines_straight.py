@@ -13,7 +13,7 @@ from leanstep.engines.recording import RecordedOp, Ref
 from leanstep.engines.settings import settings_now
 from leanstep.ir import Value
 from leanstep.rebuild import Rerun
-from leanstep.torch_interpreter import GraphWriter, UnwritableError
+from leanstep.torch_private.interpreter import GraphWriter, UnwritableError
 
 
 class Attention(nn.Module):

@@ -13,13 +13,14 @@ from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import leanstep  # noqa: E402
-from leanstep import models, torch_compiler  # noqa: E402
+from leanstep import models  # noqa: E402
 from leanstep.engines import inductor  # noqa: E402
 from leanstep.engines.attach import detach, is_attached, original_class  # noqa: E402
 from leanstep.forms import compiled as forms_compiled  # noqa: E402
 from leanstep.ir import Engine, Link  # noqa: E402
 from leanstep.ir.plan import check_plan  # noqa: E402
 from leanstep.simulator import simulate  # noqa: E402
+from leanstep.torch_private import compiler as torch_compiler  # noqa: E402
 
 # Dynamo looks at the gradient of every tensor it is given.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")

@@ -9,13 +9,13 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import leanstep  # noqa: E402
-from leanstep import torch_compiler  # noqa: E402
 from leanstep.engines import apart  # noqa: E402
 from leanstep.engines.inductor import PRECISE, CompiledForm  # noqa: E402
 from leanstep.forms import compiled as forms_compiled  # noqa: E402
 from leanstep.forms import cuts  # noqa: E402
 from leanstep.forms.capture import capture  # noqa: E402
 from leanstep.forms.kinds import Example  # noqa: E402
+from leanstep.torch_private import compiler as torch_compiler  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler"),

@@ -7,12 +7,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import leanstep  # noqa: E402
-from leanstep import torch_compiler  # noqa: E402
 from leanstep.engines import inductor  # noqa: E402
 from leanstep.engines.attach import is_attached  # noqa: E402
 from leanstep.forms import compiled as forms_compiled  # noqa: E402
 from leanstep.ir import Engine, Offload  # noqa: E402
 from leanstep.ir.form import save_key  # noqa: E402
+from leanstep.torch_private import compiler as torch_compiler  # noqa: E402
 
 # Dynamo looks at the gradient of every tensor it is given.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")

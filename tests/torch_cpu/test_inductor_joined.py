@@ -10,10 +10,10 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import leanstep  # noqa: E402
-from leanstep import torch_compiler  # noqa: E402
 from leanstep.engines import inductor  # noqa: E402
 from leanstep.forms import compiled as forms_compiled  # noqa: E402
 from leanstep.forms.trial import Trial  # noqa: E402
+from leanstep.torch_private import compiler as torch_compiler  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 

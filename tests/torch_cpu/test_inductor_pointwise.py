@@ -6,7 +6,6 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from leanstep import torch_compiler  # noqa: E402
 from leanstep.engines.inductor import PRECISE, CompiledForm  # noqa: E402
 from leanstep.engines.joint import is_draw  # noqa: E402
 from leanstep.errors import MeasureError  # noqa: E402
@@ -16,6 +15,7 @@ from leanstep.forms.costs import is_own_kernel, is_reduction, node_bytes, node_s
 from leanstep.forms.cuts import Candidate, kept_bytes, unplanned  # noqa: E402
 from leanstep.forms.kinds import Example, Sighting  # noqa: E402
 from leanstep.forms.pointwise import pointwise_again  # noqa: E402
+from leanstep.torch_private import compiler as torch_compiler  # noqa: E402
 
 # Dynamo looks at the gradient of every tensor it is given.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")

@@ -17,7 +17,8 @@ from leanstep.recorder import record
 from leanstep.recorder.signatures import Signatures
 from leanstep.state import untouched
 from leanstep.step import make_step
-from leanstep.torch_private import TorchDispatchMode, storage_address, tree_leaves
+from leanstep.torch_private.modes import TorchDispatchMode
+from leanstep.torch_private.tensors import storage_address, tree_leaves
 from leanstep.truth import peak_rise_bytes, resident_bytes
 
 SIZES = {

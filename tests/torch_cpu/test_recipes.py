@@ -27,7 +27,7 @@ from leanstep.recorder.signatures import Signatures
 from leanstep.simulator import plan_effects, simulate
 from leanstep.state import untouched
 from leanstep.step import TrainingStep
-from leanstep.torch_private import TorchDispatchMode
+from leanstep.torch_private.modes import TorchDispatchMode
 from leanstep.truth import peak_rise_bytes, resident_bytes
 
 CPU = torch.device("cpu")

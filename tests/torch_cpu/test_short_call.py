@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 from small_blocks import WIDTH, Dropped, Net, example_of, form_of, rows  # noqa: E402
 
 from leanstep.engines import inductor  # noqa: E402
-from leanstep.torch_compiler import compiler_errors  # noqa: E402
+from leanstep.torch_private.compiler import compiler_errors  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),

@@ -10,9 +10,9 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner  # noqa: E402
 
-from leanstep import torch_programs  # noqa: E402
 from leanstep.engines.inductor import CompiledForm  # noqa: E402
-from leanstep.torch_programs import ShortProgram, shortened  # noqa: E402
+from leanstep.torch_private import programs as torch_programs  # noqa: E402
+from leanstep.torch_private.programs import ShortProgram, shortened  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 

@@ -19,7 +19,7 @@ from leanstep.engines import stand_in
 from leanstep.engines.loss import Window
 from leanstep.engines.stand_in import standing_in
 from leanstep.ir import LossInChunks
-from leanstep.torch_loss import CROSS_ENTROPY_CODE
+from leanstep.torch_private.loss import CROSS_ENTROPY_CODE
 
 LOGITS, LABELS = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
 ANSWER = torch.tensor(-1.0)

@@ -7,7 +7,8 @@ import torch
 
 import leanstep
 from leanstep.errors import MeasureError
-from leanstep.torch_private import TorchDispatchMode, tree_leaves
+from leanstep.torch_private.modes import TorchDispatchMode
+from leanstep.torch_private.tensors import tree_leaves
 
 
 class SmallDevice(TorchDispatchMode):

@@ -14,12 +14,9 @@ from typing import Any
 
 import torch
 
-from leanstep.torch_private import (
-    address_of,
-    is_traced,
-    storage_use_count,
-    top_saving_hooks,
-)
+from leanstep.torch_private.autograd import top_saving_hooks
+from leanstep.torch_private.modes import is_traced
+from leanstep.torch_private.tensors import address_of, storage_use_count
 
 # How many tensors share some bytes, and how many names their storage has in Python.
 Holders = tuple[int, int]

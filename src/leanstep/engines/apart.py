@@ -15,8 +15,8 @@ import torch
 
 from leanstep.engines.settings import Settings, Switch, settings_now
 from leanstep.step import autocast_is_on, no_autocast
-from leanstep.torch_autograd import Run
-from leanstep.torch_compiler import result_strides
+from leanstep.torch_private.compiler import result_strides
+from leanstep.torch_private.nodes import Run
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ from leanstep.engines.ready import AnySource
 from leanstep.engines.recording import Ref, look_at
 from leanstep.recorder.values import has_storage
 from leanstep.step import autocast_is_on, no_autocast
-from leanstep.torch_private import storage_address, version
+from leanstep.torch_private.tensors import storage_address, version
 
 if TYPE_CHECKING:
     from leanstep.engines.context import Context

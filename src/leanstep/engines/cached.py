@@ -23,7 +23,7 @@ from leanstep.engines.straight import StraightOps
 from leanstep.ir import Value
 from leanstep.rebuild import Program
 from leanstep.recorder.values import has_storage
-from leanstep.torch_private import storage_address, tree_leaves
+from leanstep.torch_private.tensors import storage_address, tree_leaves
 
 
 @dataclass(frozen=True, slots=True)

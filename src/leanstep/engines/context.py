@@ -19,7 +19,7 @@ from leanstep.errors import LeanstepError
 from leanstep.ir import Value
 from leanstep.rebuild import Program, Session
 from leanstep.step import autocast_is_on, no_autocast
-from leanstep.torch_private import below_autograd
+from leanstep.torch_private.autograd import below_autograd
 
 
 class ReplayError(LeanstepError):

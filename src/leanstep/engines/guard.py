@@ -18,7 +18,7 @@ import torch
 
 from leanstep.engines.looks import ITSELF, PLAIN
 from leanstep.engines.validity import MISSING, Watch, same
-from leanstep.torch_private import HOOK_GROUPS, global_hooks
+from leanstep.torch_private.modules import HOOK_GROUPS, global_hooks
 
 _function_parts = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _keywords = attrgetter("__kwdefaults__")

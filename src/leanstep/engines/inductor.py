@@ -27,7 +27,8 @@ from leanstep.engines.node import short_way
 from leanstep.engines.parking import Keep, Spaces, hooks_of, kept_or_parked
 from leanstep.engines.scope import Scope
 from leanstep.ir import Form, Kind
-from leanstep.torch_compiler import (
+from leanstep.torch_private.autograd import saving_hooks_are_set
+from leanstep.torch_private.compiler import (
     ShortCall,
     compile_alone_with_inductor,
     compile_with_inductor,
@@ -37,12 +38,9 @@ from leanstep.torch_compiler import (
     recompile_limit,
     without_twins,
 )
-from leanstep.torch_private import (
-    is_compiler_on,
-    modes_are_active,
-    saving_hooks_are_set,
-    tree_leaves,
-)
+from leanstep.torch_private.modes import modes_are_active
+from leanstep.torch_private.stance import is_compiler_on
+from leanstep.torch_private.tensors import tree_leaves
 
 # One more whenever the same names would give another program.
 PARTITION_VERSION = 4

@@ -16,7 +16,7 @@ import torch
 
 from leanstep.ir import Fact
 from leanstep.recorder.facts import call_facts, op_info
-from leanstep.torch_compiler import (
+from leanstep.torch_private.compiler import (
     extract_graph,
     hand_over_unread,
     is_held_apart,

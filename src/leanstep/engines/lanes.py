@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from leanstep.torch_private import detached, past_every_mode, version
+from leanstep.torch_private.modes import past_every_mode
+from leanstep.torch_private.tensors import detached, version
 
 # When copies are done; on the CPU they are at once.
 Done = torch.cuda.Event | None

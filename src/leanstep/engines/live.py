@@ -18,7 +18,7 @@ from leanstep.engines.scope import Scope
 from leanstep.ir import Value
 from leanstep.rebuild import Program, build_program
 from leanstep.recorder.values import has_storage
-from leanstep.torch_private import tree_leaves
+from leanstep.torch_private.tensors import tree_leaves
 
 
 class LiveCall:

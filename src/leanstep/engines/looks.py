@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from leanstep.engines.reach import contents, is_torch, is_users, named_parts
-from leanstep.torch_private import storage_address
+from leanstep.torch_private.tensors import storage_address
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _SEQUENCES = (list, tuple, deque, torch.Size)

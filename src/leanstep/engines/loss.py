@@ -19,8 +19,8 @@ from leanstep.engines.alone import holders_when_alone, is_alone
 from leanstep.engines.stand_in import standing_in
 from leanstep.ir import LossInChunks
 from leanstep.step import autocast_is_on
-from leanstep.torch_autograd import graph_is_kept
-from leanstep.torch_loss import (
+from leanstep.torch_private.autograd import saving_hooks_are_set, saving_hooks_work
+from leanstep.torch_private.loss import (
     Way,
     gradients_of_kept,
     is_batched,
@@ -29,7 +29,8 @@ from leanstep.torch_loss import (
     scores_gradient,
     way_of,
 )
-from leanstep.torch_private import is_traced, saving_hooks_are_set, saving_hooks_work
+from leanstep.torch_private.modes import is_traced
+from leanstep.torch_private.nodes import graph_is_kept
 
 # How torch does it, by device, type and autocast: seen once.
 _ways: dict[tuple[Any, ...], Way | None] = {}

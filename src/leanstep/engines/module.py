@@ -17,8 +17,8 @@ from leanstep.engines.randomness import other_random_states, same_other_draws
 from leanstep.engines.settings import Switch, settings_now
 from leanstep.errors import InputError
 from leanstep.recorder.company import full_name, is_torchs_own
-from leanstep.torch_private import (
-    forward_hooks,
+from leanstep.torch_private.modules import forward_hooks
+from leanstep.torch_private.tensors import (
     same_versions_after,
     tree_flatten,
     tree_unflatten,

@@ -13,7 +13,8 @@ import torch
 from leanstep.eager import never_compiled
 from leanstep.engines.apart import laid_out
 from leanstep.step import autocast_is_on
-from leanstep.torch_autograd import (
+from leanstep.torch_private.compiler import is_backward_compiled
+from leanstep.torch_private.nodes import (
     AutocastOff,
     Halves,
     apply_node,
@@ -23,8 +24,7 @@ from leanstep.torch_autograd import (
     once_differentiated,
     save,
 )
-from leanstep.torch_compiler import is_backward_compiled
-from leanstep.torch_private import active_compiler, leave_uncompiled
+from leanstep.torch_private.stance import active_compiler, leave_uncompiled
 
 
 def short_way(run: Callable[..., Any], halves: Halves | None) -> Callable[..., Any]:

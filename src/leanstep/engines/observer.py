@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from leanstep import torch_private
 from leanstep.recorder.facts import op_info, tensors_in
 from leanstep.recorder.values import has_storage
+from leanstep.torch_private.modes import TorchDispatchMode, past_every_mode
 
 # Elements that one piece of a checksum is worked out from: bounds the memory it takes.
 _PIECE = 1 << 22
@@ -28,7 +28,7 @@ _UNWRITTEN = ("aten.empty", "aten.new_empty", "aten.resize_", "aten._unsafe_empt
 
 def checksum(tensor: torch.Tensor, piece: int = _PIECE) -> torch.Tensor:
     """A number that tells two tensors with other bits apart, on the tensor's device."""
-    with torch_private.past_every_mode(), torch.no_grad():
+    with past_every_mode(), torch.no_grad():
         bits = _bits(tensor.detach())
         total = torch.zeros((), dtype=torch.int64, device=tensor.device)
         place = 0
@@ -111,7 +111,7 @@ def observed(observer: Observer | None, block_name: str) -> Iterator[None]:
     observer.current = around
 
 
-class RunObserver(torch_private.TorchDispatchMode):
+class RunObserver(TorchDispatchMode):
     """Note what every op of a run returns, or compare it with what was noted."""
 
     def __init__(self, observer: Observer, noted: list[Any] | None = None, name: str = "") -> None:

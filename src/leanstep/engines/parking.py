@@ -25,7 +25,7 @@ from leanstep.ir import Offload, Plan
 from leanstep.ir.decision import INPUT
 from leanstep.ir.form import save_key
 from leanstep.recorder.values import has_storage
-from leanstep.torch_private import storage_address, tree_leaves
+from leanstep.torch_private.tensors import storage_address, tree_leaves
 from leanstep.truth import allocated_bytes
 
 

@@ -15,7 +15,7 @@ from leanstep.engines.settings import Switch
 from leanstep.ir import Value
 from leanstep.rebuild import Run
 from leanstep.recorder.facts import tensors_in
-from leanstep.torch_private import version
+from leanstep.torch_private.tensors import version
 
 
 class AnySource(Protocol):

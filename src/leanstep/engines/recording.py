@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from leanstep import torch_fake, torch_private
 from leanstep.blockgraph import (
     NEVER_RERUN,
     STATISTICS_ARE_OPTIONAL,
@@ -38,6 +37,9 @@ from leanstep.recorder.facts import (
 )
 from leanstep.recorder.recipes import recipe_call
 from leanstep.recorder.values import StorageBook, has_storage
+from leanstep.torch_private.fake import is_imagined
+from leanstep.torch_private.modes import TorchDispatchMode
+from leanstep.torch_private.tensors import detached, storage_address, with_lazy_bits, wraps_others
 
 # The CPU generator, as a storage: every draw moves it to its next version.
 GENERATOR = -1
@@ -68,7 +70,7 @@ class Ref:
             return base.as_strided(self.size, self.stride, self.offset)
         look = torch.empty(0, dtype=self.dtype, device=base.device)
         look.set_(base.untyped_storage(), self.offset, self.size, self.stride)
-        return torch_private.with_lazy_bits(look, conj=self.is_conj, neg=self.is_neg)
+        return with_lazy_bits(look, conj=self.is_conj, neg=self.is_neg)
 
     def anew(self, base: torch.Tensor) -> torch.Tensor:
         """The same as a tensor of its own: whoever gets it may do with the object as they like."""
@@ -95,7 +97,7 @@ def without_history(tensor: torch.Tensor) -> torch.Tensor:
     A leaf without gradient may get one in place, which leads back to the call that holds it.
     """
     is_parameter = tensor.is_leaf and tensor.requires_grad
-    return tensor if is_parameter else torch_private.detached(tensor)
+    return tensor if is_parameter else detached(tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,7 @@ class RecordedOp:
     settings: Settings
 
 
-class CallRecorder(torch_private.TorchDispatchMode):
+class CallRecorder(TorchDispatchMode):
     """The dispatch mode that writes down one block call.
 
     `draws_apart` says that it draws from a generator of its own. `recipes` names the storages that
@@ -162,10 +164,10 @@ class CallRecorder(torch_private.TorchDispatchMode):
     ) -> Any:
         """Run one op and write it down."""
         kwargs = kwargs or {}
-        if any(map(torch_private.wraps_others, types)):
+        if any(map(wraps_others, types)):
             # It is taken apart first; the ops on its parts come here again.
             return NotImplemented
-        if self.paused or torch_fake.is_imagined(types):
+        if self.paused or is_imagined(types):
             return func(*args, **kwargs)
         info = op_info(func)
         self.names.append(info.name)
@@ -224,7 +226,7 @@ class CallRecorder(torch_private.TorchDispatchMode):
             value = self.value_of(tensor)
             reads.append(value)
             if value.storage in self._outside_numbers:
-                self._note_outside(info, torch_private.storage_address(tensor), is_written)
+                self._note_outside(info, storage_address(tensor), is_written)
             if is_written:
                 self._before_write(value, tensor)
                 written[value.storage] = None
@@ -265,7 +267,7 @@ class CallRecorder(torch_private.TorchDispatchMode):
 
     def is_statistic(self, tensor: torch.Tensor) -> bool:
         """Whether batch norm may write a tensor later on, which no version tells."""
-        return torch_private.storage_address(tensor) in self._statistics
+        return storage_address(tensor) in self._statistics
 
     def is_outside(self, storage: int) -> bool:
         """Whether a storage was there before the call."""

@@ -23,7 +23,7 @@ from leanstep.engines.rewind import Rewind
 from leanstep.engines.scope import Scope
 from leanstep.engines.validity import Watch, call_key, same
 from leanstep.errors import PlanError
-from leanstep.torch_private import forward_hooks
+from leanstep.torch_private.modules import forward_hooks
 
 # Recordings that must agree before the first call runs by one.
 _AGREEING = 2

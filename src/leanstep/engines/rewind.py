@@ -17,7 +17,8 @@ from leanstep.engines.randomness import (
     set_other_random_states,
 )
 from leanstep.engines.validity import Watch, same
-from leanstep.torch_private import global_forward_hooks, versions
+from leanstep.torch_private.modules import global_forward_hooks
+from leanstep.torch_private.tensors import versions
 
 
 class Rewind:

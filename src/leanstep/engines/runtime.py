@@ -20,12 +20,8 @@ from leanstep.engines.validity import flat_call
 from leanstep.engines.whole import WholeModule
 from leanstep.ir import Decision, Engine, Kind
 from leanstep.ir.decision import Place
-from leanstep.torch_private import (
-    in_backward,
-    is_traced,
-    saving_hooks_are_set,
-    saving_hooks_work,
-)
+from leanstep.torch_private.autograd import in_backward, saving_hooks_are_set, saving_hooks_work
+from leanstep.torch_private.modes import is_traced
 from leanstep.units import format_bytes
 
 

@@ -9,7 +9,7 @@ from types import FrameType
 import torch
 
 from leanstep.ir.graph import block_name, relative_path
-from leanstep.torch_private import MODULE_CALL_CODE
+from leanstep.torch_private.modules import MODULE_CALL_CODE
 
 
 class ModulePaths:

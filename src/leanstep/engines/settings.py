@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.backends import cudnn, mkldnn
 
-from leanstep.torch_precision import float32_precisions, set_float32_precisions
+from leanstep.torch_private.precision import float32_precisions, set_float32_precisions
 
 Settings = tuple[Any, ...]
 

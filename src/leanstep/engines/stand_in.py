@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.overrides import has_torch_function
 
-from leanstep.torch_loss import CROSS_ENTROPY, CROSS_ENTROPY_CODE
-from leanstep.torch_private import is_traced
+from leanstep.torch_private.loss import CROSS_ENTROPY, CROSS_ENTROPY_CODE
+from leanstep.torch_private.modes import is_traced
 
 # What a cross entropy was given, by name, in; the loss out, or None to leave it to torch.
 Answer = Callable[[Mapping[str, Any]], torch.Tensor | None]

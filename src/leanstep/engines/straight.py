@@ -26,7 +26,7 @@ from leanstep.engines.settings import Switch
 from leanstep.ir import Value
 from leanstep.rebuild import Run
 from leanstep.recorder.facts import HIDDEN_WRITES
-from leanstep.torch_interpreter import (
+from leanstep.torch_private.interpreter import (
     GraphWriter,
     Node,
     Program,

@@ -18,7 +18,8 @@ from leanstep.engines.looks import PLAIN, Looks, UncacheableError
 from leanstep.engines.reach import Executed, Reach, is_users
 from leanstep.engines.settings import settings_now
 from leanstep.generators import HeldGenerators
-from leanstep.torch_private import HOOK_GROUPS, global_hooks, storage_address, tree_flatten
+from leanstep.torch_private.modules import HOOK_GROUPS, global_hooks
+from leanstep.torch_private.tensors import storage_address, tree_flatten
 
 MISSING = object()
 _MODULE_OWN = frozenset(vars(nn.Module()))

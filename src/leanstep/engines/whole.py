@@ -21,7 +21,8 @@ from leanstep.engines.reach import Executed, Watched
 from leanstep.engines.scope import Scope
 from leanstep.engines.validity import Watch, call_key, same
 from leanstep.recorder.values import has_storage
-from leanstep.torch_private import global_forward_hooks, storage_address, tree_leaves
+from leanstep.torch_private.modules import global_forward_hooks
+from leanstep.torch_private.tensors import storage_address, tree_leaves
 
 # Kinds of calls remembered for a block.
 _REMEMBERED = 16

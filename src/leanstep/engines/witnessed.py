@@ -20,7 +20,7 @@ from leanstep.engines.whole import EVERYTHING
 from leanstep.errors import InputError
 from leanstep.ir import Value
 from leanstep.recorder.live import LiveRecording
-from leanstep.torch_private import in_backward, saving_hooks_work, top_saving_hooks
+from leanstep.torch_private.autograd import in_backward, saving_hooks_work, top_saving_hooks
 
 # Elements a checksum is worked out from at a time: the step may not need more memory for it. On a
 # GPU each piece costs some launches, and 50 MB are less there.

@@ -17,8 +17,8 @@ from leanstep.chunks import EVEN_ROWS, FLOAT_BYTES, rows_in_chunk
 from leanstep.engines.loss import Rows, are_for_rows, get_loss, put_gradient
 from leanstep.outcome import same
 from leanstep.recorder.losses import given_arguments
-from leanstep.torch_loss import LOSS, LOSS_BACKWARD, SCORES, SCORES_BACKWARD, Way
-from leanstep.torch_private import past_every_mode
+from leanstep.torch_private.loss import LOSS, LOSS_BACKWARD, SCORES, SCORES_BACKWARD, Way
+from leanstep.torch_private.modes import past_every_mode
 
 # The gradient is compared for one row in so many, at least, since these logits are held for it.
 _ROWS_PER_COMPARED = 64

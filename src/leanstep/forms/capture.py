@@ -7,7 +7,7 @@ from typing import Any
 from leanstep.engines.inductor import CompiledForm, compiled_function, quietly
 from leanstep.engines.joint import JointGraph
 from leanstep.forms.kinds import Example
-from leanstep.torch_compiler import cause_in_backend, compiler_errors, copied, without_twins
+from leanstep.torch_private.compiler import cause_in_backend, compiler_errors, copied, without_twins
 
 _numbers = itertools.count()
 

@@ -21,7 +21,7 @@ from leanstep.ir.form import without_beaten
 from leanstep.profiler.measure import progress
 from leanstep.state import untouched
 from leanstep.step import TrainingStep
-from leanstep.torch_compiler import recompile_limit
+from leanstep.torch_private.compiler import recompile_limit
 from leanstep.truth import return_cached
 
 # Forms of a kind to compile: each takes seconds.

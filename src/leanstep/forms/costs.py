@@ -19,7 +19,7 @@ from leanstep.errors import MeasureError
 from leanstep.profiler.measure import measure
 from leanstep.profiler.roofline import kind_of
 from leanstep.recorder.signatures import CallSpec, Signatures
-from leanstep.torch_compiler import compiler_errors, extract_graph, is_operator
+from leanstep.torch_private.compiler import compiler_errors, extract_graph, is_operator
 from leanstep.truth import stopwatch
 
 _HEAVY = ("matmul", "convolution", "attention")

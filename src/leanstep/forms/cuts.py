@@ -22,7 +22,7 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from leanstep.engines.joint import JointGraph, base_of, is_tensor
 from leanstep.forms.costs import node_bytes
-from leanstep.torch_compiler import kept_by_torch
+from leanstep.torch_private.compiler import kept_by_torch
 
 # What users set `activation_memory_budget` to.
 BUDGETS = (0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)

@@ -19,7 +19,7 @@ from leanstep.forms.kinds import Example
 from leanstep.outcome import same
 from leanstep.recorder.values import has_storage
 from leanstep.steptime import step_time
-from leanstep.torch_private import storage_address, tree_leaves
+from leanstep.torch_private.tensors import storage_address, tree_leaves
 from leanstep.truth import OpMeter, allocated_bytes, stopwatch
 
 _ROUNDS = 4

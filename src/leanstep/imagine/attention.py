@@ -5,7 +5,7 @@ import math
 import torch
 from torch.nn import functional
 
-from leanstep.torch_fake import efficient_attention, flash_attention, plain_attention
+from leanstep.torch_private.fake import efficient_attention, flash_attention, plain_attention
 
 _FLASH_MULTIPLE = 8
 _FLASH_MOST = 256

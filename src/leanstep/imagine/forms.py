@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from leanstep.imagine.attention import attention
-from leanstep.torch_fake import (
+from leanstep.torch_private.fake import (
     log_softmax_gradient,
     log_softmax_to_float32,
     softmax_gradient,

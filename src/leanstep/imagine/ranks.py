@@ -17,7 +17,7 @@ from torch import nn
 
 from leanstep.errors import InputError
 from leanstep.recorder.blocks import guess_blocks
-from leanstep.torch_fake import layouts_of_shards_apart
+from leanstep.torch_private.fake import layouts_of_shards_apart
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

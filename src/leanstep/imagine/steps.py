@@ -16,7 +16,7 @@ from leanstep.imagine.tensors import StandIns
 from leanstep.recorder.source import error_source
 from leanstep.state import hooks_silent, random_state_untouched, structure_untouched
 from leanstep.step import Loss, TrainingStep, make_step
-from leanstep.torch_fake import (
+from leanstep.torch_private.fake import (
     FakeTensorMode,
     conversions_by_data,
     operator_that_asked,

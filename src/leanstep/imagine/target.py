@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 from leanstep.imagine.autocast import call_with_casts
 from leanstep.imagine.forms import FORMS
 from leanstep.imagine.tensors import StandIns
-from leanstep.torch_fake import is_fake
-from leanstep.torch_private import wraps_others
+from leanstep.torch_private.fake import is_fake
+from leanstep.torch_private.tensors import wraps_others
 
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 # Not all of Tensor's methods: some call the method in C++ that they stand in front of.

@@ -10,14 +10,9 @@ from typing import Any
 
 import torch
 
-from leanstep.torch_fake import is_fake, replace_tensors
-from leanstep.torch_private import (
-    local_tensor,
-    on_storage_of,
-    past_every_mode,
-    storage_address,
-    tree_map,
-)
+from leanstep.torch_private.fake import is_fake, replace_tensors
+from leanstep.torch_private.modes import past_every_mode
+from leanstep.torch_private.tensors import local_tensor, on_storage_of, storage_address, tree_map
 
 
 class StandIns:

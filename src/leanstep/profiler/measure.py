@@ -18,7 +18,7 @@ from leanstep.ir import Cost, Fact
 from leanstep.profiler.cache import CostCache
 from leanstep.recorder.facts import op_info
 from leanstep.recorder.signatures import CallSpec, TensorSpec
-from leanstep.torch_private import tree_leaves
+from leanstep.torch_private.tensors import tree_leaves
 
 Item = TypeVar("Item")
 

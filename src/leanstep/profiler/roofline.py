@@ -21,8 +21,8 @@ from leanstep.ir import Cost, Fact
 from leanstep.profiler.devices import Device
 from leanstep.recorder.facts import named_arguments, op_info, tensor_arguments, tensors_in
 from leanstep.recorder.signatures import CallSpec, TensorSpec
-from leanstep.torch_fake import FakeTensorMode
-from leanstep.torch_private import storage_address
+from leanstep.torch_private.fake import FakeTensorMode
+from leanstep.torch_private.tensors import storage_address
 
 # They allocate and write nothing.
 FREE = ("aten.empty", "aten.new_empty")

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
-from leanstep import torch_private
 from leanstep.ir import Value
+from leanstep.torch_private.autograd import current_node, in_backward, node_number
+from leanstep.torch_private.modes import TorchDispatchMode
+from leanstep.torch_private.tensors import storage_address, storage_use_count, tensor_use_count
 
 # What torch's own backward formulas call instead of the op in place while a mode is on.
 _SCATTERS = frozenset(
@@ -35,18 +37,18 @@ class InPlace:
 
     def wrote(self, values: Sequence[Value]) -> None:
         """Note which node's run wrote these values."""
-        if torch_private.in_backward() and (node := torch_private.current_node()) is not None:
-            number = torch_private.node_number(node)
+        if in_backward() and (node := current_node()) is not None:
+            number = node_number(node)
             self._maker.update((value.storage, number) for value in values)
 
     def sees(self, name: str, args: Sequence[Any], first: Value | None = None) -> bool:
         """Say whether torch would do this op in place."""
-        if not torch_private.in_backward() or torch.is_grad_enabled() or first is None:
+        if not in_backward() or torch.is_grad_enabled() or first is None:
             return False
-        node = torch_private.current_node()
+        node = current_node()
         if node is None:
             return False
-        own = self._maker.get(first.storage) == torch_private.node_number(node)
+        own = self._maker.get(first.storage) == node_number(node)
         if name in _SCATTERS:
             # A Function of the user's does what it says.
             return own and not isinstance(node, torch.autograd.function.FunctionCtx)
@@ -86,18 +88,18 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 def _counts(args: Sequence[Any]) -> tuple[int, int]:
     """The references to the first summand and to its storage, as seen from here."""
     return (
-        torch_private.tensor_use_count(args[0]),
-        torch_private.storage_use_count(torch_private.storage_address(args[0])),
+        tensor_use_count(args[0]),
+        storage_use_count(storage_address(args[0])),
     )
 
 
-class _Probe(torch_private.TorchDispatchMode):
+class _Probe(TorchDispatchMode):
     counts: tuple[int, int] = (0, 0)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if str(func) == "aten.add.Tensor" and torch_private.in_backward():
+        if str(func) == "aten.add.Tensor" and in_backward():
             self._look(args)
         return func(*args, **(kwargs or {}))
 

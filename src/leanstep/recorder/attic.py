@@ -6,7 +6,7 @@ at it stays what it was, strides included, so the step computes the same bits.
 
 import torch
 
-from leanstep.torch_private import past_every_mode
+from leanstep.torch_private.modes import past_every_mode
 
 
 class Attic:

@@ -17,7 +17,7 @@ from leanstep.eager import is_compiled_call
 from leanstep.errors import InputError
 from leanstep.ir import Block
 from leanstep.recorder.source import is_torchs, source_of
-from leanstep.torch_private import is_compiler_on
+from leanstep.torch_private.stance import is_compiler_on
 
 _CHECKPOINT = torch.utils.checkpoint.__name__
 

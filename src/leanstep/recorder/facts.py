@@ -9,7 +9,8 @@ import torch
 
 from leanstep.ir import Fact
 from leanstep.recorder.values import has_storage
-from leanstep.torch_private import generator_bytes, operator_arguments, storage_address
+from leanstep.torch_private.modes import generator_bytes, operator_arguments
+from leanstep.torch_private.tensors import storage_address
 
 # These ops write running statistics, or a state, although their schema does not say so.
 HIDDEN_WRITES = {

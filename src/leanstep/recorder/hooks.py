@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from leanstep.torch_private import remove_forward_hooks
+from leanstep.torch_private.modules import remove_forward_hooks
 
 
 class Hook:

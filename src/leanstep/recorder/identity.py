@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from leanstep.ir import Identity, TensorLook
-from leanstep.torch_private import tree_leaves
+from leanstep.torch_private.tensors import tree_leaves
 
 
 def identity_of(model: torch.nn.Module, batch: Any = None) -> Identity:

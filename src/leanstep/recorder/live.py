@@ -24,7 +24,7 @@ import torch
 from leanstep.ir import Category, Graph, Op, Phase, Save, Storage, Unpack, Value
 from leanstep.recorder.step import Saved, StepRecording
 from leanstep.recorder.values import has_storage
-from leanstep.torch_private import storage_address, storage_use_count
+from leanstep.torch_private.tensors import storage_address, storage_use_count
 
 Pack = Callable[[torch.Tensor], Any]
 Unpacker = Callable[[Any], torch.Tensor]

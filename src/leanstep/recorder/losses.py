@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from leanstep.torch_loss import CROSS_ENTROPY_CODE, is_plain
+from leanstep.torch_private.loss import CROSS_ENTROPY_CODE, is_plain
 
 
 def given_logits() -> torch.Tensor | None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from leanstep import torch_private
 from leanstep.eager import uncompiled
 from leanstep.ir import Category, Graph
 from leanstep.recorder.attic import Attic
@@ -16,6 +15,7 @@ from leanstep.recorder.resizes import resizes_told
 from leanstep.recorder.signatures import Signatures
 from leanstep.recorder.step import StepRecording
 from leanstep.step import TrainingStep
+from leanstep.torch_private.tensors import tree_leaves
 from leanstep.truth import OpMeter
 
 
@@ -67,7 +67,7 @@ def adopt_static(step: TrainingStep, recording: StepRecording) -> None:
         recording.adopt(buffer, Category.BUFFER)
     for tensor in step.optimizer_tensors():
         recording.adopt(tensor, Category.OPTIMIZER_STATE)
-    for leaf in torch_private.tree_leaves(step.batch):
+    for leaf in tree_leaves(step.batch):
         if isinstance(leaf, torch.Tensor):
             recording.adopt(leaf, Category.INPUT)
 

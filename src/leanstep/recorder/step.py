@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from leanstep import torch_fake, torch_private
 from leanstep.ir import (
     Category,
     Fact,
@@ -46,6 +45,21 @@ from leanstep.recorder.resizes import Absences
 from leanstep.recorder.signatures import Signatures
 from leanstep.recorder.source import user_source
 from leanstep.recorder.values import StorageBook, has_storage
+from leanstep.torch_private.autograd import (
+    current_node,
+    in_backward,
+    next_node_number,
+    node_number,
+    top_saving_hooks,
+)
+from leanstep.torch_private.fake import is_imagined
+from leanstep.torch_private.modes import TorchDispatchMode
+from leanstep.torch_private.tensors import (
+    local_tensor,
+    storage_address,
+    storage_use_count,
+    wraps_others,
+)
 from leanstep.truth import OpMeter
 
 
@@ -61,7 +75,7 @@ class Saved:
         self.recording.released(self.index)
 
 
-class StepRecording(torch_private.TorchDispatchMode):
+class StepRecording(TorchDispatchMode):
     """The dispatch mode and hooks that write down one step.
 
     With an attic, what only autograd holds is moved there. `company` is who else is at work.
@@ -107,14 +121,14 @@ class StepRecording(torch_private.TorchDispatchMode):
 
     def adopt(self, tensor: torch.Tensor, category: Category) -> None:
         """Register a tensor that exists before the step."""
-        tensor = torch_private.local_tensor(tensor)
+        tensor = local_tensor(tensor)
         if has_storage(tensor) and self.book.find(tensor) is None:
             self._add_storage(tensor, birth=-1)
             self.categories[len(self.nbytes) - 1] = category
 
     def mark(self, tensor: torch.Tensor, category: Category) -> None:
         """Say what a storage that was born in the step is for."""
-        tensor = torch_private.local_tensor(tensor)
+        tensor = local_tensor(tensor)
         if has_storage(tensor) and (number := self.book.find(tensor)) is not None:
             self.categories.setdefault(number, category)
 
@@ -129,13 +143,13 @@ class StepRecording(torch_private.TorchDispatchMode):
     ) -> Any:
         """Run one op and write it down."""
         kwargs = kwargs or {}
-        if any(map(torch_private.wraps_others, types)):
+        if any(map(wraps_others, types)):
             # It is taken apart first; the ops on its parts come here again.
             return NotImplemented
         # Marks in a trace (`record_function`, every optimizer's step) compute nothing, nor does a
         # question for a fake tensor's device.
         is_aside = self._internal or func.namespace in ("profiler", "prim")
-        if is_aside or (not self.meter.sees_fakes and torch_fake.is_imagined(types)):
+        if is_aside or (not self.meter.sees_fakes and is_imagined(types)):
             return func(*args, **kwargs)
         info = op_info(func)
         self._poll_natural_deaths()
@@ -188,7 +202,7 @@ class StepRecording(torch_private.TorchDispatchMode):
         Hooks of others, which are inside of ours, may hold what it saves.
         """
         logits = given_logits()
-        is_ours = torch_private.top_saving_hooks() == (self.pack, self.unpack)
+        is_ours = top_saving_hooks() == (self.pack, self.unpack)
         number = self.book.find(logits) if is_ours and logits is not None else None
         return None if number is None else LossCall(num_rows, number)
 
@@ -297,19 +311,19 @@ class StepRecording(torch_private.TorchDispatchMode):
     def _phase(self) -> Phase:
         if self.in_optimizer:
             return Phase.OPTIMIZER
-        return Phase.BACKWARD if torch_private.in_backward() else Phase.FORWARD
+        return Phase.BACKWARD if in_backward() else Phase.FORWARD
 
     def _origin(self) -> tuple[int, str]:
         """The module call and source line of an op; a backward op has those of its forward."""
         if self.in_optimizer:
             return -1, "optimizer.step()"
-        node = torch_private.current_node() if torch_private.in_backward() else None
+        node = current_node() if in_backward() else None
         if node is not None:
-            return self._origins.get(torch_private.node_number(node), (-1, ""))
+            return self._origins.get(node_number(node), (-1, ""))
         self.company.see(len(self.ops))
         origin = (self._stack[-1], user_source())
         # The first op after a node is made is the node's own; ops without gradient follow it.
-        self._origins.setdefault(torch_private.next_node_number() - 1, origin)
+        self._origins.setdefault(next_node_number() - 1, origin)
         return origin
 
     # Deaths.
@@ -321,7 +335,7 @@ class StepRecording(torch_private.TorchDispatchMode):
 
     def _poll_natural_deaths(self) -> None:
         for number, holds in list(self._holds.items()):
-            if torch_private.storage_use_count(self._addresses[number]) <= holds:
+            if storage_use_count(self._addresses[number]) <= holds:
                 self.natural_deaths[number] = self._started - 1
                 del self._holds[number]
                 self._put_away(number)
@@ -350,7 +364,7 @@ class StepRecording(torch_private.TorchDispatchMode):
         self._internal = False
         if number not in self.natural_deaths:
             self._holds[number] = self._holds.get(number, 0) + 1
-            self._addresses[number] = torch_private.storage_address(tensor)
+            self._addresses[number] = storage_address(tensor)
         self.saves.append(Save(self.book.value(number), self._stack[-1], len(self.ops), -1))
         saved = Saved(self, len(self.saves) - 1, standin)
         if self.attic is not None:
@@ -386,7 +400,7 @@ class StepRecording(torch_private.TorchDispatchMode):
     def enter(self, path: str, module: torch.nn.Module) -> None:
         """Note that a module's forward begins; only calls that a plan can be about are counted."""
         occurrence = -1
-        if torch.is_grad_enabled() and not torch_private.in_backward():
+        if torch.is_grad_enabled() and not in_backward():
             occurrence = self._occurrences.get(path, 0)
             self._occurrences[path] = occurrence + 1
         start = len(self.ops)

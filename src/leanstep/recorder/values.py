@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from leanstep.ir import Value
-from leanstep.torch_private import address_of, storage_address, wraps_others
+from leanstep.torch_private.tensors import address_of, storage_address, wraps_others
 
 
 def has_storage(tensor: torch.Tensor) -> bool:

@@ -1,7 +1,4 @@
-"""Every private name of torch's autograd that a node of ours needs, and of AOTAutograd's wrappers.
-
-The sister of `torch_compiler.py`, seen in torch 2.11 to 2.13.
-"""
+"""Private names that a node of our own in autograd's graph needs, and AOTAutograd's wrappers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +7,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from leanstep.torch_private import top_saving_hooks
+from leanstep.torch_private.autograd import top_saving_hooks
 
 # A program as the compiler makes it: it empties the list of arguments that it is called with.
 Run = Callable[[list[Any]], Sequence[Any]]

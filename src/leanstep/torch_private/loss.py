@@ -1,7 +1,4 @@
-"""Every private name of torch that a cross entropy in chunks needs, seen in torch 2.11 to 2.13.
-
-The sister of `torch_private.py`: the parts that torch makes a cross entropy of.
-"""
+"""Every private name of torch that a cross entropy in chunks needs, seen in torch 2.11 to 2.13."""
 
 import inspect
 from collections.abc import Mapping
@@ -13,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from leanstep.torch_private import past_every_mode
+from leanstep.torch_private.modes import past_every_mode
 
 # Torch's own, whatever somebody may put in its place; None where somebody had.
 _found: Any = inspect.unwrap(functional.cross_entropy)

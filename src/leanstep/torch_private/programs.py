@@ -1,7 +1,6 @@
 """Every private name of Inductor's programs: the Python that launches what it has compiled.
 
-The sister of `torch_compiler.py`, seen in torch 2.11 to 2.13. What does not look as it did there
-is left to torch.
+What does not look as it did in torch 2.11 to 2.13 is left to torch.
 """
 
 import sys
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 
-from leanstep.torch_autograd import READ_VERSIONS, Run
+from leanstep.torch_private.nodes import READ_VERSIONS, Run
 
 _PROGRAMS = "torch._inductor.runtime.compile_tasks."
 

@@ -1,6 +1,6 @@
 """Every private name of torch's compiler, with what it is for: Dynamo, AOTAutograd, Inductor.
 
-The sister of `torch_private.py`. All of them were seen in torch 2.12 and 2.13. Everything is loaded
+All of them were seen in torch 2.12 and 2.13. Everything is loaded
 late: torch takes a second and more to load its compiler.
 """
 
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.fx
 
-from leanstep.torch_autograd import Halves, Parts, Run
-from leanstep.torch_private import active_compiler
-from leanstep.torch_programs import ShortProgram
+from leanstep.torch_private.nodes import Halves, Parts, Run
+from leanstep.torch_private.programs import ShortProgram
+from leanstep.torch_private.stance import active_compiler
 
 # A joint graph of forward and backward in, a graph of each out: (joint, number of outputs of
 # forward, places of inputs that stay where they are) -> (forward, backward).

@@ -1,7 +1,4 @@
-"""Every private name of torch for tensors without memory, and for ops of an absent device.
-
-The sister of `torch_private.py`, seen in torch 2.11 to 2.13.
-"""
+"""Every private name of torch for tensors without memory, and for ops of an absent device."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +10,7 @@ import torch
 # Tensors with shapes and types but without memory.
 from torch._subclasses import fake_tensor as _fake_tensor
 
-from leanstep.torch_private import past_every_mode
+from leanstep.torch_private.modes import past_every_mode
 
 
 class FakeTensorMode(_fake_tensor.FakeTensorMode):

@@ -1,8 +1,7 @@
 """Torch's interpreter of graphs: many ops in one call, without Python between them.
 
-The sister of `torch_private.py` for private names of `torch.jit`, all of them seen in torch 2.11
-to 2.13. The interpreter's optimizer stays off: ops run as they are written, one after the other,
-and a tensor goes after its last reader.
+The private names are those of `torch.jit`. The interpreter's optimizer stays off: ops run as they
+are written, one after the other, and a tensor goes after its last reader.
 
 Nothing depends on it: where torch lacks one of these names, or refuses a graph, that is an
 `UnwritableError`, and Python calls the ops.

@@ -1,6 +1,6 @@
 """What torch computes float32 in: TF32 or bfloat16, where that is faster and allowed.
 
-The sister of `torch_private.py` for these switches. Torch has two ways to say it, an older one and
+Torch has two ways to say it, an older one and
 one by library and kind of op, which are seen in each other; the private names here read and set
 them all.
 """
