@@ -177,11 +177,6 @@ def format_bytes(num_bytes: int) -> str:
     return sign + _in_binary_unit(abs(num_bytes), _hundredths_nearest)
 
 
-def format_bytes_up(num_bytes: int) -> str:
-    """Return a size in the unit that suits it, never less than it is."""
-    return _in_binary_unit(num_bytes, _hundredths_up)
-
-
 def format_bytes_apart(first_bytes: int, second_bytes: int) -> tuple[str, str]:
     """Return two sizes that a reader can tell apart; with exact bytes where rounding hides it."""
     first, second = format_bytes(first_bytes), format_bytes(second_bytes)
