@@ -25,7 +25,7 @@ from leanstep.forms.kinds import Example
 from leanstep.forms.pointwise import pointwise_again
 from leanstep.forms.trial import Trial
 from leanstep.models.resnet import Bottleneck
-from leanstep.outcome import same
+from leanstep.step.outcome import same
 
 SETTINGS = {
     "plain": {},

@@ -20,11 +20,11 @@ import torch
 import leanstep
 from leanstep import engines, models
 from leanstep.api import profile_step
-from leanstep.blockgraph import BlockGraph
 from leanstep.ir import Engine
 from leanstep.planner import plan as make_plan
-from leanstep.state import untouched
-from leanstep.step import make_step
+from leanstep.rebuild.block import BlockGraph
+from leanstep.step.state import untouched
+from leanstep.step.training import make_step
 from leanstep.truth import peak_rise_bytes, resident_bytes
 from leanstep.units import format_bytes, format_seconds
 

@@ -29,12 +29,12 @@ import torch
 
 from leanstep import engines
 from leanstep.api import profile_step
-from leanstep.blockgraph import BlockGraph
 from leanstep.effects import decision_effect
 from leanstep.ir import Engine
 from leanstep.models.transformer import Bert, BertSizes
 from leanstep.planner import plan as make_plan
-from leanstep.step import make_step
+from leanstep.rebuild.block import BlockGraph
+from leanstep.step.training import make_step
 
 # Steps until all audits lie behind that could fall into the measured ones: 64 to 128.
 WARM_STEPS = 70

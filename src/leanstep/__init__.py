@@ -25,15 +25,15 @@ if _TYPE_CHECKING:
     from leanstep.checkup import doctor as doctor
     from leanstep.cutter import segments as segments
     from leanstep.engines.loss import cross_entropy as cross_entropy
-    from leanstep.fitter import Fit as Fit
-    from leanstep.fitter import fit as fit
-    from leanstep.fitter import from_config as from_config
-    from leanstep.lazy import lean as lean
+    from leanstep.fitting.fitter import Fit as Fit
+    from leanstep.fitting.fitter import fit as fit
+    from leanstep.fitting.fitter import from_config as from_config
+    from leanstep.lazy.lean import lean as lean
     from leanstep.marks import keep as keep
     from leanstep.marks import recompute as recompute
     from leanstep.planner import frontier as frontier
     from leanstep.planner import plan as plan
-    from leanstep.reduction import reduce_gradients as reduce_gradients
+    from leanstep.ranks.reduction import reduce_gradients as reduce_gradients
     from leanstep.reporters import report as report
     from leanstep.simulator import simulate as simulate
     from leanstep.study import max_batch as max_batch
@@ -74,20 +74,20 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Fit": "leanstep.fitter",
+    "Fit": "leanstep.fitting.fitter",
     "apply": "leanstep.api",
     "cross_entropy": "leanstep.engines.loss",
     "doctor": "leanstep.checkup",
-    "fit": "leanstep.fitter",
-    "from_config": "leanstep.fitter",
+    "fit": "leanstep.fitting.fitter",
+    "from_config": "leanstep.fitting.fitter",
     "frontier": "leanstep.planner",
     "keep": "leanstep.marks",
-    "lean": "leanstep.lazy",
+    "lean": "leanstep.lazy.lean",
     "max_batch": "leanstep.study",
     "plan": "leanstep.planner",
     "profile": "leanstep.api",
     "recompute": "leanstep.marks",
-    "reduce_gradients": "leanstep.reduction",
+    "reduce_gradients": "leanstep.ranks.reduction",
     "report": "leanstep.reporters",
     "segments": "leanstep.cutter",
     "simulate": "leanstep.simulator",

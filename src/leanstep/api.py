@@ -27,9 +27,9 @@ from leanstep.recorder.company import Company
 from leanstep.recorder.identity import identity_of
 from leanstep.recorder.signatures import Signatures
 from leanstep.simulator import simulate, static_bytes
-from leanstep.state import untouched
-from leanstep.step import Loss, TrainingStep, make_step
-from leanstep.steptime import StepTime, forward_waits_for_cpu, median_step_time
+from leanstep.step.seconds import StepTime, forward_waits_for_cpu, median_step_time
+from leanstep.step.state import untouched
+from leanstep.step.training import Loss, TrainingStep, make_step
 from leanstep.truth import UNCUT_BYTES, peak_rise_bytes, resident_bytes
 from leanstep.verifier import judge, look_at_untouched
 

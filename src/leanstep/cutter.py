@@ -24,7 +24,7 @@ from leanstep.errors import BudgetError, InputError
 from leanstep.ir import Decision, Engine, Plan, Profile, Timeline
 from leanstep.recorder.identity import identity_of
 from leanstep.simulator import peak_op, simulate
-from leanstep.step import Loss
+from leanstep.step.training import Loss
 from leanstep.units import check_budget, parse_budget
 
 

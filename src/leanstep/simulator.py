@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from leanstep.blockgraph import BlockGraph, views_of
 from leanstep.chunks import as_planned
 from leanstep.effects import Effect, Replay, Shift, decision_effect, with_offload
 from leanstep.errors import PlanError
@@ -27,6 +26,7 @@ from leanstep.ir import (
     Timeline,
 )
 from leanstep.ir.blocks import find_block
+from leanstep.rebuild.block import BlockGraph, views_of
 
 
 def simulate(profile: Profile, plan: Plan | None = None) -> Timeline:

@@ -23,7 +23,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from leanstep.errors import MeasureError
-from leanstep.step import TrainingStep
+from leanstep.step.training import TrainingStep
 from leanstep.torch_private.tensors import local_tensor, memory_event_bytes, storage_address
 
 _MARKER_BYTES = 1_000_003

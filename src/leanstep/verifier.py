@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from leanstep.engines import Applied
 from leanstep.ir import Verdict
-from leanstep.outcome import (
+from leanstep.recorder import in_host_memory
+from leanstep.step.outcome import (
     Outcome,
     Spread,
     differences,
@@ -14,10 +15,9 @@ from leanstep.outcome import (
     run_for_outcome,
     widened,
 )
-from leanstep.recorder import in_host_memory
-from leanstep.state import untouched
-from leanstep.step import TrainingStep
-from leanstep.steptime import StepTime, step_time
+from leanstep.step.seconds import StepTime, step_time
+from leanstep.step.state import untouched
+from leanstep.step.training import TrainingStep
 from leanstep.truth import Peak, has_expandable_segments, measured_peak, resident_bytes
 
 # Runs of the untouched step to learn its spread, where the planned one differs.

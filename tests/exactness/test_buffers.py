@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from leanstep.blockgraph import BlockGraph
+from leanstep.rebuild.block import BlockGraph
 
 IMAGES = (4, 6, 8, 8)
 REPLAY = ["replay, all dropped", "replay, some dropped", "plan at the floor"]

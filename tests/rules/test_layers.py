@@ -20,34 +20,24 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 BASE = {"errors", "units"}
 IR = BASE | {"ir"}
-REBUILD = IR | {"rebuild", "recipes", "blockgraph"}
+REBUILD = IR | {"rebuild"}
 SIMULATOR = REBUILD | {"effects", "chunks", "simulator"}
 SOLVERS = SIMULATOR | {"solvers"}
 PLANNER = SOLVERS | {"planner"}
-DEVICE = REBUILD | {
-    "torch_private",
-    "eager",
-    "step",
-    "generators",
-    "state",
-    "steptime",
-    "truth",
-}
+DEVICE = REBUILD | {"torch_private", "eager", "step", "truth"}
 RECORDER = DEVICE | {"recorder"}
 STAGES = (
     PLANNER
     | RECORDER
     | {"owners", "marks", "profiler", "imagine", "estimator", "engines", "verifier", "reporters"}
-    | {"forms", "outcome", "sharing", "reduction", "config"}
+    | {"forms", "ranks", "config"}
 )
 
 MAY_IMPORT = {
     "errors": BASE,
     "units": BASE,
     "ir": IR,
-    "rebuild": IR,
-    "recipes": IR | {"rebuild"},
-    "blockgraph": IR | {"rebuild", "recipes"},
+    "rebuild": REBUILD,
     "effects": REBUILD | {"effects"},
     "chunks": IR,
     "simulator": REBUILD | {"effects", "chunks"},
@@ -59,35 +49,27 @@ MAY_IMPORT = {
     "torch_private": BASE | {"torch_private"},
     "owners": BASE | {"torch_private"},
     "eager": BASE | {"torch_private"},
-    "step": IR | {"torch_private"},
-    "generators": BASE,
-    "state": IR | {"torch_private", "step", "generators"},
-    "steptime": {"step"},
-    "truth": IR | {"torch_private", "step", "state"},
+    "step": IR | {"torch_private", "step"},
+    "truth": IR | {"torch_private", "step"},
     "marks": BASE,
-    "sharing": IR,
-    "reduction": BASE | {"torch_private"},
+    "ranks": IR | {"torch_private"},
     "config": PLANNER,
     "recorder": RECORDER,
     "profiler": RECORDER | {"profiler"},
     "imagine": RECORDER | {"imagine"},
     "estimator": RECORDER | {"owners", "effects", "simulator", "marks", "profiler", "imagine"},
-    "engines": RECORDER | {"engines", "chunks", "outcome"},
-    "forms": RECORDER | {"condense", "profiler", "engines", "forms", "outcome"},
-    "outcome": DEVICE,
-    "verifier": RECORDER | {"simulator", "engines", "outcome"},
+    "engines": RECORDER | {"engines", "chunks"},
+    "forms": RECORDER | {"condense", "profiler", "engines", "forms"},
+    "verifier": RECORDER | {"simulator", "engines"},
     "models": BASE | {"models"},
     "api": STAGES,
-    "corrections": SIMULATOR,
-    "attempts": STAGES | {"api", "corrections"},
-    "fitter": STAGES | {"api", "attempts"},
+    "fitting": STAGES | {"api", "fitting"},
     "checkup": PLANNER | RECORDER | {"profiler"},
-    "study": STAGES | {"api", "fitter", "models", "study"},
+    "study": STAGES | {"api", "fitting", "models", "study"},
     "cutter": STAGES | {"api"},
-    "firststep": STAGES | {"api"},
-    "lazy": STAGES | {"api", "firststep"},
+    "lazy": STAGES | {"api", "lazy"},
     "testing": PLANNER | {"testing"},
-    "__init__": STAGES | {"fitter", "api", "study", "checkup", "cutter", "lazy"},
+    "__init__": STAGES | {"fitting", "api", "study", "checkup", "cutter", "lazy"},
     "integrations": {"integrations"},
     # The built-in models are a public room of their own.
     "cli": {"cli", "models"},
@@ -96,37 +78,10 @@ MAY_IMPORT = {
 # They see what a user sees: `import leanstep`, or a public name from it.
 GUESTS = {"integrations", "cli", "__main__"}
 TORCH = {
-    *("recorder", "profiler", "imagine", "estimator", "engines", "models", "integrations"),
-    *(
-        "verifier",
-        "truth",
-        "steptime",
-        "fitter",
-        "attempts",
-        "state",
-        "step",
-        "torch_private",
-        "testing",
-        "api",
-        "marks",
-    ),
-    *("eager", "owners", "generators", "forms", "outcome", "study", "checkup"),
-    *("cutter", "firststep", "lazy", "sharing", "reduction"),
+    *("torch_private", "eager", "step", "truth", "owners", "marks", "models", "ranks"),
+    *("recorder", "profiler", "imagine", "estimator", "engines", "forms", "verifier", "api"),
+    *("fitting", "lazy", "cutter", "study", "checkup", "integrations", "testing"),
 }
-WITHOUT_TORCH = (
-    "corrections",
-    "planner",
-    "solvers",
-    "simulator",
-    "rebuild",
-    "recipes",
-    "blockgraph",
-    "effects",
-    "chunks",
-    "condense",
-    "reporters",
-    "ir",
-)
 
 
 def layer_of(path: Path) -> str:
@@ -237,8 +192,8 @@ def test_ir_needs_only_the_standard_library(path: Path) -> None:
 
 
 def test_planning_does_not_load_torch() -> None:
-    names = [name for name in WITHOUT_TORCH if is_present(name)]
-    modules = ", ".join(["sys", "leanstep", *(f"leanstep.{name}" for name in names)])
+    inside = (path for path in SOURCES if layer_of(path) not in TORCH | GUESTS | {"__init__"})
+    modules = ", ".join(["sys", *sorted(map(module_of, inside))])
     program = f"import {modules}; sys.exit('torch' in sys.modules)"
 
     done = subprocess.run(
@@ -252,8 +207,8 @@ def test_planning_does_not_load_torch() -> None:
     assert done.returncode == 0, done.stderr or f"import {modules} loads torch"
 
 
-def is_present(name: str) -> bool:
-    return (PACKAGE / name / "__init__.py").is_file() or (PACKAGE / f"{name}.py").is_file()
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__")
 
 
 @pytest.mark.parametrize(

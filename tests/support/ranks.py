@@ -30,7 +30,7 @@ import leanstep
 from leanstep.ir import Category, Fact
 from leanstep.recorder import record
 from leanstep.recorder.signatures import Signatures
-from leanstep.step import make_step
+from leanstep.step.training import make_step
 from leanstep.torch_private.tensors import local_tensor, memory_event_bytes
 from leanstep.truth import _cpu_changes, resident_bytes
 

@@ -11,16 +11,16 @@ import numpy
 import torch
 from torch import nn
 
-from leanstep.blockgraph import BlockGraph
 from leanstep.engines.apply import Applied, apply
 from leanstep.ir import Cost, Decision, Engine, Identity, Offload, Plan, Profile
 from leanstep.ir.decision import INPUT
+from leanstep.rebuild.block import BlockGraph
 from leanstep.recorder import record
 from leanstep.recorder.blocks import find_blocks
 from leanstep.recorder.signatures import Signatures
 from leanstep.simulator import simulate, static_bytes
-from leanstep.state import untouched
-from leanstep.step import TrainingStep
+from leanstep.step.state import untouched
+from leanstep.step.training import TrainingStep
 from leanstep.torch_private.tensors import tree_map
 from leanstep.truth import peak_rise_bytes, resident_bytes
 

@@ -9,9 +9,9 @@ torch = pytest.importorskip("torch")
 
 import twins  # noqa: E402
 
-from leanstep.blockgraph import BlockGraph  # noqa: E402
 from leanstep.engines.inductor import CompiledForm  # noqa: E402
 from leanstep.ir import Engine  # noqa: E402
+from leanstep.rebuild.block import BlockGraph  # noqa: E402
 from leanstep.torch_private import compiler as torch_compiler  # noqa: E402
 from leanstep.torch_private.loss import REDUCTIONS  # noqa: E402
 

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 import leanstep
-from leanstep import api, attempts, fitter, models, verifier
+from leanstep import api, models, verifier
 from leanstep.api import is_launch_bound
 from leanstep.engines import attach
 from leanstep.engines.attach import is_attached
+from leanstep.fitting import attempts, fitter
 from leanstep.ir import Profile
 from leanstep.simulator import simulate
-from leanstep.steptime import StepTime
+from leanstep.step.seconds import StepTime
 
 NAME, SIZES = "gpt2-tiny", {"batch": 8}
 

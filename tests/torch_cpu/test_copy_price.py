@@ -7,11 +7,12 @@ import pytest
 import torch
 
 import leanstep
-from leanstep import api, corrections, models
+from leanstep import api, models
 from leanstep.condense import condense
 from leanstep.ir import Link
+from leanstep.planner import corrections
 from leanstep.simulator import simulate
-from leanstep.steptime import StepTime
+from leanstep.step.seconds import StepTime
 from leanstep.testing import Layer, chain_profile
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")

@@ -12,15 +12,15 @@ from twins import different
 
 import leanstep
 from leanstep import models
-from leanstep.blockgraph import views_of
 from leanstep.engines.apply import apply
 from leanstep.engines.border import Border
 from leanstep.engines.context import Context
 from leanstep.errors import PlanError
 from leanstep.ir import Decision, Engine, Identity, Plan, Profile
 from leanstep.planner.options import foreign_readers
+from leanstep.rebuild.block import views_of
 from leanstep.simulator import simulate, static_bytes
-from leanstep.step import TrainingStep
+from leanstep.step.training import TrainingStep
 from leanstep.truth import peak_rise_bytes, resident_bytes
 
 

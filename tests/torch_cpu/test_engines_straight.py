@@ -12,7 +12,7 @@ from leanstep.engines.ready import ReadyOp
 from leanstep.engines.recording import RecordedOp, Ref
 from leanstep.engines.settings import settings_now
 from leanstep.ir import Value
-from leanstep.rebuild import Rerun
+from leanstep.rebuild.program import Rerun
 from leanstep.torch_private.interpreter import GraphWriter, UnwritableError
 
 

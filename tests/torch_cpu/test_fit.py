@@ -8,8 +8,8 @@ from torch import nn
 
 import leanstep
 from leanstep import models
-from leanstep.blockgraph import BlockGraph
 from leanstep.ir import Engine
+from leanstep.rebuild.block import BlockGraph
 
 TINY = ("resnet-tiny", "bert-tiny", "gpt2-tiny", "llama-tiny", "seq2seq-tiny", "unet-tiny")
 ENGINES = ("replay", "module")

@@ -10,9 +10,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import leanstep
 from leanstep import models
-from leanstep.blockgraph import views_of
 from leanstep.errors import InputError
 from leanstep.ir import Category, Fact, Profile
+from leanstep.rebuild.block import views_of
 
 
 @functools.cache

@@ -15,8 +15,8 @@ from leanstep.errors import BudgetError, InputError
 from leanstep.ir import Category, Graph
 from leanstep.recorder import record
 from leanstep.recorder.signatures import Signatures
-from leanstep.state import untouched
-from leanstep.step import make_step
+from leanstep.step.state import untouched
+from leanstep.step.training import make_step
 from leanstep.torch_private.modes import TorchDispatchMode
 from leanstep.torch_private.tensors import storage_address, tree_leaves
 from leanstep.truth import peak_rise_bytes, resident_bytes

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 import leanstep
 from leanstep.errors import InputError, MeasureError
-from leanstep.firststep import FirstStep
+from leanstep.lazy.firststep import FirstStep
 from leanstep.torch_private.autograd import saving_hooks_are_set
 
 

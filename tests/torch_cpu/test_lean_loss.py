@@ -18,7 +18,7 @@ from leanstep.engines import witnessed_loss
 from leanstep.engines.attach import is_attached
 from leanstep.engines.witnessed_loss import WitnessedLoss
 from leanstep.errors import BudgetError
-from leanstep.step import make_step
+from leanstep.step.training import make_step
 from leanstep.truth import peak_rise_bytes, resident_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")

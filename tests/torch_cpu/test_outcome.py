@@ -2,8 +2,8 @@
 
 import torch
 
-from leanstep.outcome import Outcome, differences, run_for_outcome, widened
-from leanstep.step import make_step
+from leanstep.step.outcome import Outcome, differences, run_for_outcome, widened
+from leanstep.step.training import make_step
 
 FIRST, SECOND, THIRD = (f"gradient of {name}" for name in ("head", "middle", "stem"))
 

@@ -11,22 +11,22 @@ from torch import nn
 from twins import different
 
 import leanstep
-from leanstep import recipes as table
-from leanstep.blockgraph import BlockGraph
 from leanstep.effects import replay_effect
 from leanstep.engines.apply import apply
 from leanstep.ir import Cost, Decision, Engine, Identity, Plan, Profile, RecipeCost
 from leanstep.planner.cut import find_projects
 from leanstep.profiler.recipes import dry_run, estimated, with_recipes
-from leanstep.recipes import Recipe, usable_recipes
+from leanstep.rebuild import recipes as table
+from leanstep.rebuild.block import BlockGraph
+from leanstep.rebuild.recipes import Recipe, usable_recipes
 from leanstep.recorder import recipes as calls
 from leanstep.recorder import record
 from leanstep.recorder.blocks import find_blocks
 from leanstep.recorder.recipes import RecipeCall
 from leanstep.recorder.signatures import Signatures
 from leanstep.simulator import plan_effects, simulate
-from leanstep.state import untouched
-from leanstep.step import TrainingStep
+from leanstep.step.state import untouched
+from leanstep.step.training import TrainingStep
 from leanstep.torch_private.modes import TorchDispatchMode
 from leanstep.truth import peak_rise_bytes, resident_bytes
 

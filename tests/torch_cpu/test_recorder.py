@@ -20,8 +20,8 @@ from leanstep.errors import MeasureError
 from leanstep.ir import Category, Fact, Graph, Phase, Profile
 from leanstep.ir.check import check_blocks, check_graph
 from leanstep.simulator import simulate, static_bytes
-from leanstep.state import untouched
-from leanstep.step import TrainingStep, make_step
+from leanstep.step.state import untouched
+from leanstep.step.training import TrainingStep, make_step
 from leanstep.truth import peak_rise_bytes, resident_bytes
 
 TINY = [name for name in models.names() if name.endswith("-tiny")]

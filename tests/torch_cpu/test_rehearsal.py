@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import leanstep
-from leanstep import attempts
 from leanstep.engines.observer import checksum
 from leanstep.errors import VerifyError
+from leanstep.fitting import attempts
 
 CLOCK = itertools.count(1)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import leanstep
 from leanstep.errors import InputError, PlanError
-from leanstep.outcome import same as _same
+from leanstep.step.outcome import same as _same
 
 WIDTH = 64
 

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 import leanstep
 from leanstep.errors import BudgetError, InputError
-from leanstep.step import make_step
+from leanstep.step.training import make_step
 from leanstep.truth import peak_rise_bytes, resident_bytes
 
 WIDTH = 64

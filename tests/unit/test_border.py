@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from leanstep.blockgraph import BlockGraph, views_of
 from leanstep.effects import Effect, replay_effect
 from leanstep.errors import PlanError
 from leanstep.ir import Category, Decision, Engine, Fact, Graph, Identity, Plan, Profile, Value
+from leanstep.rebuild.block import BlockGraph, views_of
 from leanstep.simulator import base_levels, shifted, simulate
 from leanstep.testing import Layer, chain_profile
 from leanstep.testing.chains import KIB

@@ -3,7 +3,7 @@
 import pytest
 
 from leanstep.ir import Value
-from leanstep.rebuild import Rerun, Run, Session, UnreachableError, build_program
+from leanstep.rebuild.program import Rerun, Run, Session, UnreachableError, build_program
 
 INPUT = Value(0, 0)
 

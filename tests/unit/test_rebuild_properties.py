@@ -5,7 +5,7 @@ import random
 import pytest
 
 from leanstep.ir import Value
-from leanstep.rebuild import Rerun, Run, Session, build_program
+from leanstep.rebuild.program import Rerun, Run, Session, build_program
 
 hypothesis = pytest.importorskip("hypothesis")
 

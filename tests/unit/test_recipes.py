@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from leanstep.blockgraph import BlockGraph
 from leanstep.effects import replay_effect
 from leanstep.ir import (
     Block,
@@ -25,8 +24,9 @@ from leanstep.ir import (
 )
 from leanstep.planner import plan
 from leanstep.planner.cut import find_projects
-from leanstep.rebuild import Rerun, Session, build_program
-from leanstep.recipes import cheap_rerun, usable_recipes
+from leanstep.rebuild.block import BlockGraph
+from leanstep.rebuild.program import Rerun, Session, build_program
+from leanstep.rebuild.recipes import cheap_rerun, usable_recipes
 from leanstep.simulator import plan_effects, simulate
 
 INPUT, OUT, MASK, DRAWN, SUM, EXTRA = (Value(number, 0) for number in range(6))

@@ -9,14 +9,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from leanstep.blockgraph import views_of
 from leanstep.errors import BudgetError
 from leanstep.ir import Engine, Plan, Profile
 from leanstep.ir.blocks import find_block
 from leanstep.planner import plan_in, prepare
 from leanstep.planner.bounds import relaxed_seconds
 from leanstep.planner.space import Space
-from leanstep.rebuild import build_program
+from leanstep.rebuild.block import views_of
+from leanstep.rebuild.program import build_program
 from leanstep.simulator import simulate
 from leanstep.solvers import Outcome, Problem
 from leanstep.solvers.chain import run_stops

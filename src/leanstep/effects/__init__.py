@@ -6,7 +6,6 @@ for its block alone, from the recorded step and the schedule that the engine fol
 has a file here, as it has one in `leanstep.engines`.
 """
 
-from leanstep.blockgraph import BlockGraph
 from leanstep.effects.base import Effect as Effect
 from leanstep.effects.base import Replay as Replay
 from leanstep.effects.base import Shift as Shift
@@ -18,6 +17,7 @@ from leanstep.effects.offload import with_offload as with_offload
 from leanstep.effects.replay import replay_effect as replay_effect
 from leanstep.errors import PlanError
 from leanstep.ir import Decision, Engine, Form, Profile
+from leanstep.rebuild.block import BlockGraph
 
 
 def decision_effect(profile: Profile, view: BlockGraph, decision: Decision) -> Effect:

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from leanstep.blockgraph import BlockGraph
 from leanstep.ir import Category, Graph, Profile, RecipeCost
+from leanstep.rebuild.block import BlockGraph
 
 # The state of torch's CPU generator, held for a block whose draws are replayed.
 GENERATOR_BYTES = 5056

@@ -2,9 +2,9 @@
 
 from collections.abc import Collection, Iterator
 
-from leanstep.blockgraph import BlockGraph
 from leanstep.effects.base import Effect, Shift
 from leanstep.ir import Category, Form
+from leanstep.rebuild.block import BlockGraph
 
 
 def form_effect(view: BlockGraph, unplanned: Form, form: Form) -> Effect:

@@ -1,9 +1,9 @@
 """What it does to the step when a whole block runs again."""
 
-from leanstep.blockgraph import STATISTICS_ARE_OPTIONAL, BlockGraph
 from leanstep.effects.base import Effect, Replay, Shift, outside_reads, state_bytes
 from leanstep.ir import Category, Value
 from leanstep.ir.graph import Fact, Op
+from leanstep.rebuild.block import STATISTICS_ARE_OPTIONAL, BlockGraph
 
 # A call with such an op may read and write other buffers than the recorded one.
 _VARIES = frozenset((Fact.HOST_READ, Fact.DYNAMIC_SHAPE))

@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from leanstep.blockgraph import BlockGraph
 from leanstep.effects.base import Effect, Shift
 from leanstep.errors import PlanError
 from leanstep.ir import Offload
 from leanstep.ir.decision import INPUT
+from leanstep.rebuild.block import BlockGraph
 
 
 def with_offload(

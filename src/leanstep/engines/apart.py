@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from leanstep.engines.settings import Settings, Switch, settings_now
-from leanstep.step import autocast_is_on, no_autocast
+from leanstep.step.training import autocast_is_on, no_autocast
 from leanstep.torch_private.compiler import result_strides
 from leanstep.torch_private.nodes import Run
 

@@ -18,7 +18,7 @@ import torch
 from leanstep.engines.ready import AnySource
 from leanstep.engines.recording import Ref, look_at
 from leanstep.recorder.values import has_storage
-from leanstep.step import autocast_is_on, no_autocast
+from leanstep.step.training import autocast_is_on, no_autocast
 from leanstep.torch_private.tensors import storage_address, version
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from leanstep.engines.ready import unpack
 from leanstep.engines.recording import GENERATOR, RecordedOp, Ref, look_at, without_history
 from leanstep.engines.straight import StraightOps
 from leanstep.ir import Value
-from leanstep.rebuild import Program
+from leanstep.rebuild.program import Program
 from leanstep.recorder.values import has_storage
 from leanstep.torch_private.tensors import storage_address, tree_leaves
 

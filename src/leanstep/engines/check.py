@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import torch
 
-from leanstep.blockgraph import BlockGraph
 from leanstep.engines.randomness import other_random_states
 from leanstep.errors import GraphError, PlanError
 from leanstep.ir import Decision, Engine, Fact, Identity, Plan
 from leanstep.ir.blocks import find_block
+from leanstep.rebuild.block import BlockGraph
 from leanstep.recorder import record
 from leanstep.recorder.blocks import find_blocks
 from leanstep.recorder.identity import identity_of
 from leanstep.recorder.signatures import Signatures
-from leanstep.state import untouched
-from leanstep.step import TrainingStep
+from leanstep.step.state import untouched
+from leanstep.step.training import TrainingStep
 
 # An op with one of these lets data decide what runs after it.
 _PATHS = frozenset((Fact.HOST_READ, Fact.DYNAMIC_SHAPE))

@@ -17,8 +17,8 @@ from leanstep.engines.ready import AnySource, Held, ReadyOps, Source
 from leanstep.engines.recording import Ref
 from leanstep.errors import LeanstepError
 from leanstep.ir import Value
-from leanstep.rebuild import Program, Session
-from leanstep.step import autocast_is_on, no_autocast
+from leanstep.rebuild.program import Program, Session
+from leanstep.step.training import autocast_is_on, no_autocast
 from leanstep.torch_private.autograd import below_autograd
 
 

@@ -16,7 +16,7 @@ from leanstep.engines.ready import ReadyOps, unpack
 from leanstep.engines.recording import GENERATOR, CallRecorder, RecordedOp, Ref
 from leanstep.engines.scope import Scope
 from leanstep.ir import Value
-from leanstep.rebuild import Program, build_program
+from leanstep.rebuild.program import Program, build_program
 from leanstep.recorder.values import has_storage
 from leanstep.torch_private.tensors import tree_leaves
 

@@ -18,7 +18,7 @@ from leanstep.chunks import FLOAT_BYTES, rows_in_chunk
 from leanstep.engines.alone import holders_when_alone, is_alone
 from leanstep.engines.stand_in import standing_in
 from leanstep.ir import LossInChunks
-from leanstep.step import autocast_is_on
+from leanstep.step.training import autocast_is_on
 from leanstep.torch_private.autograd import saving_hooks_are_set, saving_hooks_work
 from leanstep.torch_private.loss import (
     Way,

@@ -12,7 +12,7 @@ import torch
 
 from leanstep.eager import never_compiled
 from leanstep.engines.apart import laid_out
-from leanstep.step import autocast_is_on
+from leanstep.step.training import autocast_is_on
 from leanstep.torch_private.compiler import is_backward_compiled
 from leanstep.torch_private.nodes import (
     AutocastOff,

@@ -13,7 +13,7 @@ from leanstep.engines.randomness import CudaDraw, cpu_draws_from, cuda_draws_fro
 from leanstep.engines.recording import GENERATOR, RecordedOp, Ref
 from leanstep.engines.settings import Switch
 from leanstep.ir import Value
-from leanstep.rebuild import Run
+from leanstep.rebuild.program import Run
 from leanstep.recorder.facts import tensors_in
 from leanstep.torch_private.tensors import version
 

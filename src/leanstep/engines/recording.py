@@ -12,19 +12,19 @@ from typing import Any
 
 import torch
 
-from leanstep.blockgraph import (
-    NEVER_RERUN,
-    STATISTICS_ARE_OPTIONAL,
-    UNWRITTEN,
-    reads_unwritten,
-)
 from leanstep.engines.randomness import CudaDraw, DeviceDraws, draw_device
 from leanstep.engines.scope import Scope
 from leanstep.engines.settings import Settings, settings_now
 from leanstep.ir import Fact, Value
 from leanstep.ir.graph import scoped_name
-from leanstep.rebuild import Rerun
-from leanstep.recipes import RECIPES, cheaper
+from leanstep.rebuild.block import (
+    NEVER_RERUN,
+    STATISTICS_ARE_OPTIONAL,
+    UNWRITTEN,
+    reads_unwritten,
+)
+from leanstep.rebuild.program import Rerun
+from leanstep.rebuild.recipes import RECIPES, cheaper
 from leanstep.recorder.facts import (
     DrawOrder,
     OpInfo,

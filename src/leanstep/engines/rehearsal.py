@@ -6,8 +6,8 @@ from leanstep.engines.apply import Applied
 from leanstep.engines.observer import Observer
 from leanstep.ir import Engine, Exclusion
 from leanstep.ir.graph import block_name
-from leanstep.state import untouched
-from leanstep.step import TrainingStep
+from leanstep.step.state import untouched
+from leanstep.step.training import TrainingStep
 
 # Whole modules are recorded twice before they are run again.
 _RUNS = 3

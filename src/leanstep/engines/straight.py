@@ -24,7 +24,7 @@ from leanstep.engines.ready import Held, ReadyOp, ReadyOps, Source
 from leanstep.engines.recording import RecordedOp, Ref, look_at
 from leanstep.engines.settings import Switch
 from leanstep.ir import Value
-from leanstep.rebuild import Run
+from leanstep.rebuild.program import Run
 from leanstep.recorder.facts import HIDDEN_WRITES
 from leanstep.torch_private.interpreter import (
     GraphWriter,

@@ -17,7 +17,7 @@ from torch import nn
 from leanstep.engines.looks import PLAIN, Looks, UncacheableError
 from leanstep.engines.reach import Executed, Reach, is_users
 from leanstep.engines.settings import settings_now
-from leanstep.generators import HeldGenerators
+from leanstep.step.generators import HeldGenerators
 from leanstep.torch_private.modules import HOOK_GROUPS, global_hooks
 from leanstep.torch_private.tensors import storage_address, tree_flatten
 

@@ -15,8 +15,8 @@ import torch
 
 from leanstep.chunks import EVEN_ROWS, FLOAT_BYTES, rows_in_chunk
 from leanstep.engines.loss import Rows, are_for_rows, get_loss, put_gradient
-from leanstep.outcome import same
 from leanstep.recorder.losses import given_arguments
+from leanstep.step.outcome import same
 from leanstep.torch_private.loss import LOSS, LOSS_BACKWARD, SCORES, SCORES_BACKWARD, Way
 from leanstep.torch_private.modes import past_every_mode
 

@@ -19,8 +19,8 @@ from leanstep.forms.trial import Figures, Trial
 from leanstep.ir import Engine, Exclusion, Form, Kind, Profile
 from leanstep.ir.form import without_beaten
 from leanstep.profiler.measure import progress
-from leanstep.state import untouched
-from leanstep.step import TrainingStep
+from leanstep.step.state import untouched
+from leanstep.step.training import TrainingStep
 from leanstep.torch_private.compiler import recompile_limit
 from leanstep.truth import return_cached
 

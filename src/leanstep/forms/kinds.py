@@ -16,7 +16,7 @@ import torch
 from leanstep.engines.inductor import subject_of
 from leanstep.ir import Block, Profile
 from leanstep.recorder import in_host_memory
-from leanstep.step import TrainingStep
+from leanstep.step.training import TrainingStep
 from leanstep.torch_private.tensors import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)

@@ -16,9 +16,9 @@ from leanstep.engines.inductor import CompiledForm
 from leanstep.engines.parking import Keep, Kept, kept
 from leanstep.errors import MeasureError
 from leanstep.forms.kinds import Example
-from leanstep.outcome import same
 from leanstep.recorder.values import has_storage
-from leanstep.steptime import step_time
+from leanstep.step.outcome import same
+from leanstep.step.seconds import step_time
 from leanstep.torch_private.tensors import storage_address, tree_leaves
 from leanstep.truth import OpMeter, allocated_bytes, stopwatch
 

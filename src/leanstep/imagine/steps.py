@@ -14,8 +14,8 @@ from leanstep.imagine.ranks import imagined_ranks, shard
 from leanstep.imagine.target import Target
 from leanstep.imagine.tensors import StandIns
 from leanstep.recorder.source import error_source
-from leanstep.state import hooks_silent, random_state_untouched, structure_untouched
-from leanstep.step import Loss, TrainingStep, make_step
+from leanstep.step.state import hooks_silent, random_state_untouched, structure_untouched
+from leanstep.step.training import Loss, TrainingStep, make_step
 from leanstep.torch_private.fake import (
     FakeTensorMode,
     conversions_by_data,

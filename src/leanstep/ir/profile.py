@@ -26,7 +26,7 @@ _COPY_IN_OPS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class RecipeCost:
-    """What a cheap replay of an op call costs (`recipes.py`), as a dry run on the device found.
+    """What a cheap replay of an op call (`rebuild/recipes.py`) costs, as a dry run has found.
 
     `exact` says that it gave the op's own bits; `workspace_bytes` is what it needs while it runs,
     on top of the output that it rebuilds.

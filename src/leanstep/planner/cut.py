@@ -16,8 +16,8 @@ import numpy.typing as npt
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from leanstep.blockgraph import BlockGraph
 from leanstep.ir import Profile
+from leanstep.rebuild.block import BlockGraph
 
 # SciPy's flow has 32-bit capacities: everything finite together stays below the infinite one.
 INFINITE = 2**30

@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from leanstep.blockgraph import BlockGraph
 from leanstep.effects import Effect
 from leanstep.ir import Block, Category, Holder, OpRow, Peak, Phase, Point, Profile, Timeline
+from leanstep.rebuild.block import BlockGraph
 from leanstep.simulator import base_levels, timeline
 from leanstep.units import format_bytes
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from leanstep.blockgraph import BlockGraph
 from leanstep.ir import Op, Phase, Value
 from leanstep.planner.cut import is_gone_in_backward
+from leanstep.rebuild.block import BlockGraph
 
 Positions = npt.NDArray[np.int64]
 

@@ -11,9 +11,9 @@ the block are their sums. A part too large for that is cut at every price of a b
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from leanstep.blockgraph import BlockGraph
 from leanstep.ir import Profile
 from leanstep.planner.cut import Projects, find_projects, hull_sets
+from leanstep.rebuild.block import BlockGraph
 from leanstep.solvers.base import PICOSECONDS
 
 # A block with this many candidates or fewer has all its sets simulated: nothing can be missed.

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from leanstep.blockgraph import NEVER_RERUN, BlockGraph, rerun
 from leanstep.effects import Effect, with_offload
 from leanstep.ir import (
     Decision,
@@ -20,6 +19,7 @@ from leanstep.ir.text import some_names
 from leanstep.planner.explain import Account
 from leanstep.planner.option import Option
 from leanstep.planner.segments import Part
+from leanstep.rebuild.block import NEVER_RERUN, BlockGraph, rerun
 from leanstep.simulator import peak_op, static_bytes, timeline
 from leanstep.units import format_bytes, format_seconds
 

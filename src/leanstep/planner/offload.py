@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from leanstep.blockgraph import BlockGraph
 from leanstep.effects import backward_entry, offload_shifts
 from leanstep.ir import Category, Engine, Link, Offload, Profile
 from leanstep.ir.decision import INPUT
@@ -25,6 +24,7 @@ from leanstep.ir.form import save_key
 from leanstep.planner.option import Option
 from leanstep.planner.options import foreign_readers
 from leanstep.planner.segments import Part
+from leanstep.rebuild.block import BlockGraph
 from leanstep.simulator import shifted, timeline
 from leanstep.solvers.base import Bytes, Call, Choice, Problem, Solution
 

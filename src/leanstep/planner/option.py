@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from leanstep.blockgraph import BlockGraph
 from leanstep.effects import Effect, form_effect, module_effect, replay_effect
 from leanstep.ir import Engine, Form, Profile
 from leanstep.planner.fingerprint import Positions
+from leanstep.rebuild.block import BlockGraph
 from leanstep.solvers.base import PICOSECONDS
 
 # Python between two kernels of backward: hooks, the schedule, and looking up the sources. Without

@@ -6,7 +6,6 @@ They are worked out once for equal calls and moved along to the others.
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
 
-from leanstep.blockgraph import BlockGraph
 from leanstep.effects import form_effect, module_effect
 from leanstep.errors import InputError, unknown_name
 from leanstep.ir import Category, Engine, Profile
@@ -14,6 +13,7 @@ from leanstep.planner.fingerprint import Frame, fingerprint, frame_of, turning_p
 from leanstep.planner.option import UNTOUCHED, CallOptions, Option, alone, in_grains, option_of
 from leanstep.planner.overrides import Rule, Wishes, wishes
 from leanstep.planner.replay_options import by_replay
+from leanstep.rebuild.block import BlockGraph
 
 ENGINES = ("auto", "replay", "module", "inductor")
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
 
-from leanstep.blockgraph import BlockGraph
 from leanstep.errors import InputError
 from leanstep.ir import Graph, Op, Profile
+from leanstep.rebuild.block import BlockGraph
 
 
 class Action(StrEnum):

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from leanstep.blockgraph import BlockGraph
 from leanstep.ir import Engine, Profile
 from leanstep.planner.cut import find_projects
 from leanstep.planner.option import CallOptions, Option
+from leanstep.rebuild.block import BlockGraph
 from leanstep.simulator import base_levels, rises
 from leanstep.solvers.base import Bytes, Call, Candidate, Choice
 

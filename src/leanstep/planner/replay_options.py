@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from leanstep.blockgraph import BlockGraph
 from leanstep.effects import replay_effect
 from leanstep.ir import Engine, Profile
 from leanstep.planner.fingerprint import Positions
 from leanstep.planner.inside import drop_sets
 from leanstep.planner.option import UNTOUCHED, CallOptions, Option, option_of
 from leanstep.planner.overrides import Wishes
-from leanstep.rebuild import UnreachableError
+from leanstep.rebuild.block import BlockGraph
+from leanstep.rebuild.program import UnreachableError
 from leanstep.simulator import base_levels, rises
 
 # Sets of a second kind in one call: every one costs planning time in all calls.

@@ -8,7 +8,6 @@ step happens at places where its members may do something, so it fits the stretc
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from leanstep.blockgraph import BlockGraph, views_of
 from leanstep.ir import Block, Profile
 from leanstep.ir.blocks import Sequentials
 from leanstep.planner.listing import listed
@@ -16,7 +15,8 @@ from leanstep.planner.option import CallOptions
 from leanstep.planner.options import OptionFinder
 from leanstep.planner.overrides import Rule
 from leanstep.planner.problem import Layers
-from leanstep.recipes import usable_recipes
+from leanstep.rebuild.block import BlockGraph, views_of
+from leanstep.rebuild.recipes import usable_recipes
 from leanstep.solvers.base import Call, Problem
 
 

@@ -7,7 +7,6 @@ two: one for each way.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from leanstep.blockgraph import BlockGraph
 from leanstep.chunks import find_loss, in_chunks
 from leanstep.ir import Kind, LossInChunks, Profile
 from leanstep.ir.exclusion import left_out
@@ -16,6 +15,7 @@ from leanstep.planner.option import CallOptions, Option
 from leanstep.planner.options import check_engine, check_profiled
 from leanstep.planner.overrides import Rule, parse_rules, unmet
 from leanstep.planner.segments import Part, Parts
+from leanstep.rebuild.block import BlockGraph
 from leanstep.solvers.base import Choice, Problem, Solution, Solver
 
 Roomier = tuple[Problem, Callable[[Solution], Solution]]

@@ -12,7 +12,7 @@ import torch
 
 from leanstep.ir import Cost, RecipeCost
 from leanstep.profiler.measure import forked, made_up, median_run_seconds
-from leanstep.recipes import RECIPES
+from leanstep.rebuild.recipes import RECIPES
 from leanstep.recorder.facts import OpInfo, op_info, tensors_in
 from leanstep.recorder.recipes import RecipeCall, recipe_call
 from leanstep.recorder.signatures import CallSpec

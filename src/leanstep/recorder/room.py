@@ -10,7 +10,7 @@ from leanstep.errors import MeasureError
 from leanstep.recorder.attic import Attic
 from leanstep.recorder.signatures import Signatures
 from leanstep.recorder.step import StepRecording
-from leanstep.step import TrainingStep
+from leanstep.step.training import TrainingStep
 from leanstep.truth import IdleMeter, return_cached
 
 

@@ -14,7 +14,7 @@ from leanstep.recorder.hooks import Hook
 from leanstep.recorder.resizes import resizes_told
 from leanstep.recorder.signatures import Signatures
 from leanstep.recorder.step import StepRecording
-from leanstep.step import TrainingStep
+from leanstep.step.training import TrainingStep
 from leanstep.torch_private.tensors import tree_leaves
 from leanstep.truth import OpMeter
 

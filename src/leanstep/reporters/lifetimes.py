@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from leanstep.blockgraph import BlockGraph, views_of
 from leanstep.ir import Category, Decision, Engine, Graph, Phase, Plan, Profile
 from leanstep.ir.blocks import find_block
 from leanstep.ir.decision import INPUT
+from leanstep.rebuild.block import BlockGraph, views_of
 
 # As many as a picture shows, and those that matter: the rest is counted.
 MOST_LINES = 2500

@@ -10,7 +10,7 @@ import torch
 from leanstep import planner
 from leanstep.api import profile
 from leanstep.errors import BudgetError, MeasureError
-from leanstep.fitter import fit
+from leanstep.fitting.fitter import fit
 from leanstep.ir import Plan, Reading, Trial
 from leanstep.study.isolation import alone
 from leanstep.study.textbook import textbook

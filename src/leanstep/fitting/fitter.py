@@ -10,16 +10,14 @@ import torch
 
 from leanstep import engines, planner
 from leanstep.api import WITHOUT_LIMIT, profile_for, refuse_fitted
-from leanstep.attempts import Attempt, rehearsed, verified
 from leanstep.config import read_config
 from leanstep.engines import Applied
+from leanstep.fitting.attempts import Attempt, rehearsed, verified
 from leanstep.ir import Plan, Profile, Verdict
 from leanstep.owners import Taken, taken_over
 from leanstep.planner.options import check_engine
-from leanstep.recorder.identity import identity_of
-from leanstep.reduction import Reduction, reduce_gradients
-from leanstep.reporters import render, render_html, report
-from leanstep.sharing import (
+from leanstep.ranks.reduction import Reduction, reduce_gradients
+from leanstep.ranks.sharing import (
     check_same,
     from_rank_0,
     num_ranks,
@@ -27,9 +25,11 @@ from leanstep.sharing import (
     shared_plan,
     together,
 )
+from leanstep.recorder.identity import identity_of
+from leanstep.reporters import render, render_html, report
 from leanstep.solvers.base import Solver
 from leanstep.solvers.registry import find_solver
-from leanstep.step import Loss, TrainingStep, make_step
+from leanstep.step.training import Loss, TrainingStep, make_step
 from leanstep.units import check_budget, parse_budget
 
 

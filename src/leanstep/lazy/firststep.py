@@ -43,8 +43,8 @@ from leanstep.recorder.resizes import resizes_told
 from leanstep.recorder.run import adopt_static, mark_gradients, module_hooks
 from leanstep.recorder.signatures import Signatures
 from leanstep.recorder.values import has_storage
-from leanstep.step import TrainingStep
-from leanstep.steptime import StepTime
+from leanstep.step.seconds import StepTime
+from leanstep.step.training import TrainingStep
 from leanstep.torch_private.autograd import top_saving_hooks
 from leanstep.torch_private.modes import is_innermost
 from leanstep.torch_private.tensors import local_tensor

@@ -13,11 +13,11 @@ import torch
 
 from leanstep import engines
 from leanstep.api import unplanned_plan
-from leanstep.corrections import with_cpu_seconds, with_missed_bytes, without_wasted_bytes
 from leanstep.engines import Applied
 from leanstep.errors import BudgetError, MeasureError, VerifyError
 from leanstep.ir import Exclusion, Plan, Profile, Verdict
-from leanstep.step import TrainingStep
+from leanstep.planner.corrections import with_cpu_seconds, with_missed_bytes, without_wasted_bytes
+from leanstep.step.training import TrainingStep
 from leanstep.truth import return_cached
 from leanstep.units import format_bytes
 from leanstep.verifier import Look, judge, look_at_untouched

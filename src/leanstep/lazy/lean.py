@@ -28,16 +28,16 @@ from leanstep.api import refuse_fitted
 from leanstep.eager import never_compiled
 from leanstep.engines import Applied
 from leanstep.errors import InputError
-from leanstep.firststep import FirstStep
 from leanstep.ir import Plan, Profile
+from leanstep.lazy.firststep import FirstStep
 from leanstep.owners import Taken, taken_over
+from leanstep.ranks.sharing import check_same, shared_plan, together
 from leanstep.recorder.hooks import Hook
 from leanstep.recorder.identity import identity_of
 from leanstep.reporters.terminal import render
-from leanstep.sharing import check_same, shared_plan, together
 from leanstep.solvers.base import Solver
 from leanstep.solvers.registry import find_solver
-from leanstep.step import make_step
+from leanstep.step.training import make_step
 from leanstep.torch_private.autograd import in_backward, saving_hooks_are_set
 from leanstep.torch_private.modules import MODULE_CALL_CODE
 from leanstep.truth import return_cached

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from leanstep.ir import Block, Graph, Op, Profile, RecipeCost, Value
-from leanstep.rebuild import Rerun
+from leanstep.rebuild.program import Rerun
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from leanstep.ir import (
     Unpack,
     Value,
 )
-from leanstep.rebuild import Program, Rerun, build_program, can_rebuild
-from leanstep.recipes import cheap_rerun
+from leanstep.rebuild.program import Program, Rerun, build_program, can_rebuild
+from leanstep.rebuild.recipes import cheap_rerun
 
 # Rerun without their running statistics: the output has the same bits, and nothing is written.
 STATISTICS_ARE_OPTIONAL = (

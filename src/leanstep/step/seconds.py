@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from leanstep.step import TrainingStep
+from leanstep.step.training import TrainingStep
 
 _ENOUGH_SECONDS = 3.0
 

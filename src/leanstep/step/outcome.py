@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from leanstep.step import TrainingStep
+from leanstep.step.training import TrainingStep
 
 # How far a number has moved between runs, relative to its size; what has not is not in it.
 Spread = Mapping[str, float]

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from leanstep.generators import HeldGenerators
-from leanstep.step import TrainingStep
+from leanstep.step.generators import HeldGenerators
+from leanstep.step.training import TrainingStep
 from leanstep.torch_private.modules import optimizer_hooks
 from leanstep.torch_private.tensors import tree_leaves
 

@@ -1,0 +1,1 @@
+"""The whole pipeline in one call, and the closed loop behind it."""

@@ -1,0 +1,1 @@
+"""Several processes: one plan for all, and gradients averaged by hand."""

@@ -1,0 +1,1 @@
+"""Which ops run again for what is dropped, of one call of a block."""

@@ -1,0 +1,1 @@
+"""What one training step is, what state it touches, what it computes, and what it takes."""
