@@ -1,13 +1,14 @@
 """What is asked of CUDA's allocator, with a stand-in for it: there is no GPU here."""
 
-import time
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from leanstep import steptime, truth
-from leanstep.step import TrainingStep
+from leanstep import truth
+from leanstep.step import seconds
+from leanstep.step.training import TrainingStep
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def test_the_pool_is_emptied_before_the_warm_step_and_read_after_the_measured_on
 
 
 def test_issuing_is_timed_without_waiting_for_the_device(allocator):
-    took = steptime.median_step_time(
+    took = seconds.median_step_time(
         lambda: allocator.append("step"), torch.device("cuda"), repeats=2
     )
 
@@ -59,7 +60,7 @@ def test_a_cpu_reserves_nothing_and_issues_nothing():
     cpu = torch.device("cpu")
 
     assert truth.measured_peak(lambda: torch.ones(100), cpu).reserved_bytes == 0
-    took = steptime.median_step_time(lambda: None, cpu)
+    took = seconds.median_step_time(lambda: None, cpu)
     assert took.issue_seconds == 0.0 < took.seconds
     assert not truth.has_expandable_segments(cpu)
 
@@ -69,9 +70,13 @@ def test_segments_that_expand_are_seen(allocator):
 
 
 class Watch:
-    """A stand-in for an event: the device needs so long for what comes between two of them."""
+    """A stand-in for an event: the device needs so long for what comes between two of them.
+
+    The CPU's clock goes on when a forward runs, and stands still otherwise: machines are moody.
+    """
 
     milliseconds = 0.0
+    cpu_seconds = 0.0
 
     def __init__(self, *, enable_timing: bool) -> None:
         assert enable_timing
@@ -87,6 +92,9 @@ class Watch:
 def forwards(allocator, monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """Let every forward take the CPU 20 ms; and note each."""
     monkeypatch.setattr(torch.cuda, "Event", Watch)
+    monkeypatch.setattr(Watch, "cpu_seconds", 0.0)
+    clock = SimpleNamespace(perf_counter=lambda: Watch.cpu_seconds)
+    monkeypatch.setattr(seconds, "time", clock)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
 
@@ -100,7 +108,8 @@ def forwards(allocator, monkeypatch: pytest.MonkeyPatch) -> list[None]:
 
 def step_of(forwards: list[None], *, waits_for_number: bool = False) -> TrainingStep:
     def loss(model, batch):
-        forwards.append(time.sleep(0.02))
+        forwards.append(None)
+        Watch.cpu_seconds += 0.02
         if waits_for_number:
             warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
         return model(batch).sum()
@@ -108,7 +117,7 @@ def step_of(forwards: list[None], *, waits_for_number: bool = False) -> Training
     return TrainingStep(torch.nn.Linear(3, 3), torch.ones(3), loss)
 
 
-TOOK = steptime.StepTime(0.2, 0.1)
+TOOK = seconds.StepTime(0.2, 0.1)
 
 
 @pytest.mark.parametrize(("milliseconds", "waits"), [(20.0, True), (200.0, False)])
@@ -118,7 +127,7 @@ def test_forward_waits_for_the_cpu_where_the_device_is_done_when_all_is_issued(
     monkeypatch.setattr(Watch, "milliseconds", milliseconds)
     step = step_of(forwards)
 
-    assert steptime.forward_waits_for_cpu(step, TOOK, num_launches=100) is waits
+    assert seconds.forward_waits_for_cpu(step, TOOK, num_launches=100) is waits
     assert len(forwards) == 3 and step.model.weight.grad is None
     # What torch was asked to tell of is as it was.
     assert [mode for mode in allocator if mode in ("warn", 0)] == ["warn", 0] * 3
@@ -130,18 +139,18 @@ def test_a_forward_that_waits_for_a_number_does_not_wait_for_the_cpu(forwards, m
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not steptime.forward_waits_for_cpu(step, TOOK, num_launches=100)
+        assert not seconds.forward_waits_for_cpu(step, TOOK, num_launches=100)
 
 
 def test_a_cpu_that_waits_for_room_in_the_queue_is_not_late(forwards, monkeypatch):
     # The device needs 24 ms for 6,000 launches, of which the last thousand are issued at once.
     monkeypatch.setattr(Watch, "milliseconds", 24.0)
 
-    assert steptime.forward_waits_for_cpu(step_of(forwards), TOOK, num_launches=1000)
-    assert not steptime.forward_waits_for_cpu(step_of(forwards), TOOK, num_launches=6000)
+    assert seconds.forward_waits_for_cpu(step_of(forwards), TOOK, num_launches=1000)
+    assert not seconds.forward_waits_for_cpu(step_of(forwards), TOOK, num_launches=6000)
 
 
 def test_a_cpu_waits_for_nobody():
     step = TrainingStep(torch.nn.Linear(3, 3), torch.ones(3), None)
 
-    assert not steptime.forward_waits_for_cpu(step, steptime.StepTime(0.2, 0.0), num_launches=100)
+    assert not seconds.forward_waits_for_cpu(step, seconds.StepTime(0.2, 0.0), num_launches=100)
