@@ -24,7 +24,6 @@ import torch
 from leanstep.ir import Category, Graph, Op, Phase, Save, Storage, Unpack, Value
 from leanstep.recorder.step import Saved, StepRecording
 from leanstep.recorder.values import has_storage
-from leanstep.torch_private.tensors import storage_address, storage_use_count
 
 Pack = Callable[[torch.Tensor], Any]
 Unpacker = Callable[[Any], torch.Tensor]
@@ -139,26 +138,15 @@ class LiveRecording(StepRecording):
     def hold(self, tensor: torch.Tensor) -> None:
         """Count a tensor that the engine holds, until it lets go of it."""
         number = self.book.find(tensor) if has_storage(tensor) else None
-        if number is None or self.births[number] < 0 or number in self.natural_deaths:
+        if number is None or self.births[number] < 0 or number in self.holds.natural_deaths:
             return
-        self._holds[number] = self._holds.get(number, 0) + 1
-        self._addresses[number] = storage_address(tensor)
+        self.holds.add(number, tensor)
         key = id(tensor)
         self._engine_holds[key] = weakref.ref(tensor, lambda _: self._let_go(key, number))
 
     def _let_go(self, key: int, number: int) -> None:
         self._engine_holds.pop(key, None)
-        holds = self._holds.get(number)
-        if holds is None:
-            return
-        if storage_use_count(self._addresses[number]) <= holds:
-            self.natural_deaths[number] = self._started - 1
-            del self._holds[number]
-        elif holds > 1:
-            self._holds[number] = holds - 1
-        else:
-            # Python outlives the engine: the natural death is the real one.
-            del self._holds[number]
+        self.holds.drop(number, self._started - 1)
 
     def released(self, index: int) -> None:
         """Note that autograd let a saved tensor go."""
@@ -170,8 +158,7 @@ class LiveRecording(StepRecording):
 
     def _died(self, number: int) -> None:
         super()._died(number)
-        self._holds.pop(number, None)
-        self.natural_deaths.setdefault(number, self.deaths[number])
+        self.holds.died(number, self.deaths[number])
 
     def graph(self) -> Graph:
         """The recording as a frozen graph of the untouched step."""
@@ -182,9 +169,8 @@ class LiveRecording(StepRecording):
     def _storage(self, number: int, saved: set[int]) -> Storage:
         if number in self._still_saved:
             self.deaths.pop(number, None)
-        elif number in self.natural_deaths:
-            last_release = self._last_release.get(number, -1)
-            self.deaths[number] = max(self.natural_deaths[number], last_release)
+        elif (natural_death := self.holds.natural_deaths.get(number)) is not None:
+            self.deaths[number] = max(natural_death, self._last_release.get(number, -1))
         return super()._storage(number, saved)
 
 

@@ -3,8 +3,7 @@
 A dispatch mode below autograd sees every op of forward, backward and optimizer; hooks on modules
 tell where it ran; saved-tensor hooks tell what autograd saves, when backward asks for it and when
 it is let go. Nothing is called twice and nothing is kept alive: storages are followed by weak
-references, and the storage's *natural* death (what if autograd held nothing?) is read off its use
-count, less the tensors that stand in for autograd's.
+references, and so is when they could go if autograd held nothing (`holds.py`).
 """
 
 import dataclasses
@@ -40,6 +39,7 @@ from leanstep.recorder.facts import (
     tensor_arguments,
     tensors_in,
 )
+from leanstep.recorder.holds import Holds
 from leanstep.recorder.losses import given_logits
 from leanstep.recorder.resizes import Absences
 from leanstep.recorder.signatures import Signatures
@@ -54,13 +54,12 @@ from leanstep.torch_private.autograd import (
 )
 from leanstep.torch_private.fake import is_imagined
 from leanstep.torch_private.modes import TorchDispatchMode
-from leanstep.torch_private.tensors import (
-    local_tensor,
-    storage_address,
-    storage_use_count,
-    wraps_others,
-)
+from leanstep.torch_private.tensors import local_tensor, wraps_others
 from leanstep.truth import OpMeter
+
+
+# What the model holds, whoever else does.
+STATIC = (Category.PARAMETER, Category.BUFFER)
 
 
 class Saved:
@@ -101,13 +100,11 @@ class StepRecording(TorchDispatchMode):
         self.nbytes: list[int] = []
         self.births: list[int] = []
         self.deaths: dict[int, int] = {}
-        self.natural_deaths: dict[int, int] = {}
+        self.holds = Holds()
         self.categories: dict[int, Category] = {}
         self.in_optimizer = False
         self.loss: LossCall | None = None
         self._internal = False
-        self._holds: dict[int, int] = {}
-        self._addresses: dict[int, int] = {}
         self._stack: list[int] = [-1]
         self._occurrences: dict[str, int] = {}
         self._origins: dict[int, tuple[int, str]] = {}
@@ -303,8 +300,7 @@ class StepRecording(TorchDispatchMode):
         self._internal = False
 
     def _facts(self, facts: tuple[Fact, ...], written: list[int]) -> tuple[Fact, ...]:
-        static = (Category.PARAMETER, Category.BUFFER)
-        if any(self.categories.get(number) in static for number in written):
+        if any(self.categories.get(number) in STATIC for number in written):
             return (*facts, Fact.WRITES_BUFFER)
         return facts
 
@@ -334,11 +330,8 @@ class StepRecording(TorchDispatchMode):
             self.attic.forget(number)
 
     def _poll_natural_deaths(self) -> None:
-        for number, holds in list(self._holds.items()):
-            if storage_use_count(self._addresses[number]) <= holds:
-                self.natural_deaths[number] = self._started - 1
-                del self._holds[number]
-                self._put_away(number)
+        for number in self.holds.look(self._started - 1):
+            self._put_away(number)
 
     def _put_away(self, number: int) -> None:
         saved = self._standins[number]() if number in self._standins else None
@@ -362,9 +355,8 @@ class StepRecording(TorchDispatchMode):
         self._internal = True
         standin = tensor.detach()
         self._internal = False
-        if number not in self.natural_deaths:
-            self._holds[number] = self._holds.get(number, 0) + 1
-            self._addresses[number] = storage_address(tensor)
+        if self.categories.get(number) not in STATIC:
+            self.holds.add(number, standin)
         self.saves.append(Save(self.book.value(number), self._stack[-1], len(self.ops), -1))
         saved = Saved(self, len(self.saves) - 1, standin)
         if self.attic is not None:
@@ -386,14 +378,7 @@ class StepRecording(TorchDispatchMode):
         """Note that autograd let a saved tensor go."""
         save = self.saves[index]
         self.saves[index] = Save(save.value, save.call, save.position, len(self.ops))
-        number = save.value.storage
-        if number in self._holds:
-            self._poll_natural_deaths()
-        if number in self._holds:
-            self._holds[number] -= 1
-            if not self._holds[number]:
-                # Python outlived autograd: the natural death is the real one.
-                del self._holds[number]
+        self.holds.drop(save.value.storage, self._started - 1)
 
     # Modules.
 
@@ -421,6 +406,7 @@ class StepRecording(TorchDispatchMode):
 
     def graph(self) -> Graph:
         """The recording as a frozen graph; call it after the step and outside the mode."""
+        self._poll_natural_deaths()
         rises = iter(self.meter.rises())
         ops = tuple(
             dataclasses.replace(op, rise_bytes=max(0, rise + op.rise_bytes))
@@ -447,7 +433,7 @@ class StepRecording(TorchDispatchMode):
         if category is None:
             crosses = self._crosses_into_backward(birth, death)
             category = Category.ACTIVATION if number in saved or crosses else Category.TEMPORARY
-        natural = min(death, self.natural_deaths.get(number, death))
+        natural = min(death, self.holds.natural_deaths.get(number, death))
         absences = self._absences.of(number, death)
         return Storage(self.nbytes[number], category, birth, death, natural, absences)
 
