@@ -157,11 +157,11 @@ class FirstStep:
         self._modes.enter_context(recording)
         _on_stacks.append(self)
         # The model's own call has begun before there was a hook on it.
-        recording.enter("", step.model)
+        recording.calls.enter("", step.model, len(recording.ops))
 
     def end_forward(self) -> None:
         """Note that the model's call has ended, where no hook on it tells."""
-        self._recording.leave()
+        self._recording.calls.leave(len(self._recording.ops))
 
     def begin_optimizer(self) -> None:
         """Note that the optimizer's step begins."""
@@ -177,7 +177,8 @@ class FirstStep:
         found = [recording.book.find(tensor) for tensor in tensors]
         made = frozenset(n for n in found if n is not None and recording.births[n] >= 0)
         self._close()
-        recording.drop_open_calls()
+        # They belong to the next step.
+        recording.calls.drop_open()
         graph = with_settled_state(recording.graph(), made)
         check_graph(graph)
         draft = assemble(step, graph, self._signatures, self._company, StepTime())

@@ -14,8 +14,7 @@ that the engine changes are worked out as the untouched step has them:
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -76,15 +75,6 @@ class LiveRecording(StepRecording):
         # Past the handler: the error held the frames, and those held the tensors.
         raise error
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Leave out what runs inside: it is the engine's own."""
-        before, self._internal = self._internal, True
-        try:
-            yield
-        finally:
-            self._internal = before
-
     def around(self, pack: Pack, unpack: Unpacker) -> tuple[Pack, Unpacker]:
         """The engine's hooks for what autograd saves, with a note of every save and request."""
 
@@ -111,7 +101,7 @@ class LiveRecording(StepRecording):
         if number is None:
             number = self._add_storage(tensor, birth=-1)
         self._passed.add(len(self.saves))
-        self.saves.append(Save(self.book.value(number), self._stack[-1], len(self.ops), -1))
+        self.saves.append(Save(self.book.value(number), self.calls.innermost, len(self.ops), -1))
         return Saved(self, len(self.saves) - 1, packed)
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -129,11 +119,6 @@ class LiveRecording(StepRecording):
         # own; it does not ask for gradients.
         is_past = self.has_seen_backward and not (self._has_optimizer and torch.is_grad_enabled())
         return Phase.OPTIMIZER if is_past and phase is Phase.FORWARD else phase
-
-    def drop_open_calls(self) -> None:
-        """Forget the calls that have begun and not ended: they belong to the next step."""
-        if len(self._stack) > 1:
-            del self.calls[self._stack[1] :], self._stack[1:]
 
     def hold(self, tensor: torch.Tensor) -> None:
         """Count a tensor that the engine holds, until it lets go of it."""

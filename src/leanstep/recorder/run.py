@@ -87,8 +87,8 @@ def module_hooks(model: torch.nn.Module, recording: StepRecording) -> Iterator[N
 
 
 def _hook(path: str, module: torch.nn.Module, recording: StepRecording) -> tuple[Any, Any]:
-    before = Hook(lambda module, _: recording.enter(path, module))
-    after = Hook(lambda *_: recording.leave())
+    before = Hook(lambda module, _: recording.calls.enter(path, module, len(recording.ops)))
+    after = Hook(lambda *_: recording.calls.leave(len(recording.ops)))
     return (
         module.register_forward_pre_hook(before, prepend=True),
         module.register_forward_hook(after, always_call=True),

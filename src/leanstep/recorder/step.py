@@ -8,7 +8,8 @@ references, and so is when they could go if autograd held nothing (`holds.py`).
 
 import dataclasses
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -19,7 +20,6 @@ from leanstep.ir import (
     Fact,
     Graph,
     LossCall,
-    ModuleCall,
     Op,
     Phase,
     Save,
@@ -30,6 +30,7 @@ from leanstep.ir import (
 from leanstep.ir.loss import LOSS_OP
 from leanstep.recorder.accumulation import InPlace
 from leanstep.recorder.attic import Attic
+from leanstep.recorder.calls import Calls, Origin
 from leanstep.recorder.company import Company
 from leanstep.recorder.facts import (
     DrawOrder,
@@ -43,20 +44,12 @@ from leanstep.recorder.holds import Holds
 from leanstep.recorder.losses import given_logits
 from leanstep.recorder.resizes import Absences
 from leanstep.recorder.signatures import Signatures
-from leanstep.recorder.source import user_source
 from leanstep.recorder.values import StorageBook, has_storage
-from leanstep.torch_private.autograd import (
-    current_node,
-    in_backward,
-    next_node_number,
-    node_number,
-    top_saving_hooks,
-)
+from leanstep.torch_private.autograd import in_backward, top_saving_hooks
 from leanstep.torch_private.fake import is_imagined
 from leanstep.torch_private.modes import TorchDispatchMode
 from leanstep.torch_private.tensors import local_tensor, wraps_others
 from leanstep.truth import OpMeter
-
 
 # What the model holds, whoever else does.
 STATIC = (Category.PARAMETER, Category.BUFFER)
@@ -95,7 +88,7 @@ class StepRecording(TorchDispatchMode):
         self.ops: list[Op] = []
         self.saves: list[Save] = []
         self.unpacks: list[Unpack] = []
-        self.calls: list[ModuleCall] = []
+        self.calls = Calls()
         self.book = StorageBook(self._died)
         self.nbytes: list[int] = []
         self.births: list[int] = []
@@ -105,9 +98,6 @@ class StepRecording(TorchDispatchMode):
         self.in_optimizer = False
         self.loss: LossCall | None = None
         self._internal = False
-        self._stack: list[int] = [-1]
-        self._occurrences: dict[str, int] = {}
-        self._origins: dict[int, tuple[int, str]] = {}
         self._in_place = InPlace()
         self._absences = Absences()
         self._generator: int | None = None
@@ -128,6 +118,15 @@ class StepRecording(TorchDispatchMode):
         tensor = local_tensor(tensor)
         if has_storage(tensor) and (number := self.book.find(tensor)) is not None:
             self.categories.setdefault(number, category)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Leave out what runs inside: it is not the step's own."""
+        before, self._internal = self._internal, True
+        try:
+            yield
+        finally:
+            self._internal = before
 
     # Ops.
 
@@ -153,8 +152,9 @@ class StepRecording(TorchDispatchMode):
         reads, written = self._reads(info, args, kwargs)
         facts = call_facts(info, args, kwargs)
         cost = self.signatures.add(func, args, kwargs)
-        if Fact.RANDOM in facts and self._draw_jumps():
-            facts = (*facts, Fact.OWN_GENERATOR)
+        if Fact.RANDOM in facts:
+            with self.aside():
+                facts = (*facts, Fact.OWN_GENERATOR) if self._draw_order.jumped() else facts
         is_in_place = self._in_place.sees(info.name, args, reads[0] if reads else None)
         with self.meter.op():
             self._started += 1
@@ -173,7 +173,8 @@ class StepRecording(TorchDispatchMode):
         writes.extend(self._births(out))
         if Fact.RANDOM in facts and self._draws_on_host(out):
             reads, writes = self._with_generator(reads, writes)
-            self._note_draw()
+            with self.aside():
+                self._draw_order.drew()
         if info.name == LOSS_OP:
             self.loss = self._loss_call(len(args[0]))
         call, source = self._origin()
@@ -287,18 +288,6 @@ class StepRecording(TorchDispatchMode):
         # on the host.
         return any(self.meter.draws_on_host(tensor) for tensor in islice(tensors_in(out), 1))
 
-    def _draw_jumps(self) -> bool:
-        self._internal = True
-        try:
-            return self._draw_order.jumped()
-        finally:
-            self._internal = False
-
-    def _note_draw(self) -> None:
-        self._internal = True
-        self._draw_order.drew()
-        self._internal = False
-
     def _facts(self, facts: tuple[Fact, ...], written: list[int]) -> tuple[Fact, ...]:
         if any(self.categories.get(number) in STATIC for number in written):
             return (*facts, Fact.WRITES_BUFFER)
@@ -309,18 +298,15 @@ class StepRecording(TorchDispatchMode):
             return Phase.OPTIMIZER
         return Phase.BACKWARD if in_backward() else Phase.FORWARD
 
-    def _origin(self) -> tuple[int, str]:
+    def _origin(self) -> Origin:
         """The module call and source line of an op; a backward op has those of its forward."""
         if self.in_optimizer:
             return -1, "optimizer.step()"
-        node = current_node() if in_backward() else None
-        if node is not None:
-            return self._origins.get(node_number(node), (-1, ""))
+        of_node = self.calls.origin_of_node()
+        if of_node is not None:
+            return of_node
         self.company.see(len(self.ops))
-        origin = (self._stack[-1], user_source())
-        # The first op after a node is made is the node's own; ops without gradient follow it.
-        self._origins.setdefault(next_node_number() - 1, origin)
-        return origin
+        return self.calls.origin_in_forward()
 
     # Deaths.
 
@@ -343,7 +329,7 @@ class StepRecording(TorchDispatchMode):
     @property
     def lets_overwrite(self) -> bool:
         """Whether a node may write into what it saves now: blocks have other hooks when planned."""
-        return self.attic is None and len(self._stack) == 1
+        return self.attic is None and self.calls.is_outside
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Note a tensor that autograd saves."""
@@ -352,12 +338,11 @@ class StepRecording(TorchDispatchMode):
         number = self.book.find(tensor)
         if number is None:
             number = self._add_storage(tensor, birth=-1)
-        self._internal = True
-        standin = tensor.detach()
-        self._internal = False
+        with self.aside():
+            standin = tensor.detach()
         if self.categories.get(number) not in STATIC:
             self.holds.add(number, standin)
-        self.saves.append(Save(self.book.value(number), self._stack[-1], len(self.ops), -1))
+        self.saves.append(Save(self.book.value(number), self.calls.innermost, len(self.ops), -1))
         saved = Saved(self, len(self.saves) - 1, standin)
         if self.attic is not None:
             self._standins[number] = weakref.ref(saved)
@@ -380,28 +365,6 @@ class StepRecording(TorchDispatchMode):
         self.saves[index] = Save(save.value, save.call, save.position, len(self.ops))
         self.holds.drop(save.value.storage, self._started - 1)
 
-    # Modules.
-
-    def enter(self, path: str, module: torch.nn.Module) -> None:
-        """Note that a module's forward begins; only calls that a plan can be about are counted."""
-        occurrence = -1
-        if torch.is_grad_enabled() and not in_backward():
-            occurrence = self._occurrences.get(path, 0)
-            self._occurrences[path] = occurrence + 1
-        start = len(self.ops)
-        self.calls.append(
-            ModuleCall(path, type(module).__name__, occurrence, self._stack[-1], start, -1)
-        )
-        self._stack.append(len(self.calls) - 1)
-
-    def leave(self) -> None:
-        """Note that the innermost module's forward ended."""
-        index = self._stack.pop()
-        call = self.calls[index]
-        self.calls[index] = ModuleCall(
-            call.path, call.class_name, call.occurrence, call.parent, call.start, len(self.ops)
-        )
-
     # The result.
 
     def graph(self) -> Graph:
@@ -419,7 +382,7 @@ class StepRecording(TorchDispatchMode):
         )
         saved = {save.value.storage for save in saves}
         storages = tuple(self._storage(number, saved) for number in range(len(self.nbytes)))
-        events = tuple(self.unpacks), tuple(self.calls)
+        events = tuple(self.unpacks), tuple(self.calls.begun)
         on_host = self.meter.is_on_host
         return Graph(ops, storages, saves, *events, is_on_host=on_host, loss=self.loss)
 
