@@ -150,11 +150,8 @@ class StepRecording(TorchDispatchMode):
         info = op_info(func)
         self._poll_natural_deaths()
         reads, written = self._reads(info, args, kwargs)
-        facts = call_facts(info, args, kwargs)
+        facts = self._with_generator_fact(call_facts(info, args, kwargs))
         cost = self.signatures.add(func, args, kwargs)
-        if Fact.RANDOM in facts:
-            with self.aside():
-                facts = (*facts, Fact.OWN_GENERATOR) if self._draw_order.jumped() else facts
         is_in_place = self._in_place.sees(info.name, args, reads[0] if reads else None)
         with self.meter.op():
             self._started += 1
@@ -287,6 +284,14 @@ class StepRecording(TorchDispatchMode):
         # The first output is the result; attention on CUDA also returns its seed, which may lie
         # on the host.
         return any(self.meter.draws_on_host(tensor) for tensor in islice(tensors_in(out), 1))
+
+    def _with_generator_fact(self, facts: tuple[Fact, ...]) -> tuple[Fact, ...]:
+        """The facts of a draw, with that it is not the next one of torch's generator."""
+        if Fact.RANDOM not in facts:
+            return facts
+        with self.aside():
+            has_jumped = self._draw_order.jumped()
+        return (*facts, Fact.OWN_GENERATOR) if has_jumped else facts
 
     def _facts(self, facts: tuple[Fact, ...], written: list[int]) -> tuple[Fact, ...]:
         if any(self.categories.get(number) in STATIC for number in written):
