@@ -3,7 +3,8 @@
 from leanstep.effects.base import Effect, Replay, Shift, outside_reads, state_bytes
 from leanstep.ir import Category, Value
 from leanstep.ir.graph import Fact, Op
-from leanstep.rebuild.block import STATISTICS_ARE_OPTIONAL, BlockGraph
+from leanstep.rebuild.block import BlockGraph
+from leanstep.rebuild.rerun import STATISTICS_ARE_OPTIONAL
 
 # A call with such an op may read and write other buffers than the recorded one.
 _VARIES = frozenset((Fact.HOST_READ, Fact.DYNAMIC_SHAPE))

@@ -4,8 +4,9 @@ from collections.abc import Collection
 
 from leanstep.effects.base import Effect, Replay, Shift, outside_reads, state_bytes
 from leanstep.ir import Category, Value
-from leanstep.rebuild.block import STATISTICS_ARE_OPTIONAL, BlockGraph
+from leanstep.rebuild.block import BlockGraph
 from leanstep.rebuild.program import Run, Session
+from leanstep.rebuild.rerun import STATISTICS_ARE_OPTIONAL
 
 # Numbers are tensors of 8 bytes while an op runs, outside the recorder's view: a few for a block.
 NUMBERS_BYTES = 128

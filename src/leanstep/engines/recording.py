@@ -17,14 +17,14 @@ from leanstep.engines.scope import Scope
 from leanstep.engines.settings import Settings, settings_now
 from leanstep.ir import Fact, Value
 from leanstep.ir.graph import scoped_name
-from leanstep.rebuild.block import (
+from leanstep.rebuild.program import Rerun
+from leanstep.rebuild.recipes import RECIPES, cheaper
+from leanstep.rebuild.rerun import (
     NEVER_RERUN,
     STATISTICS_ARE_OPTIONAL,
     UNWRITTEN,
     reads_unwritten,
 )
-from leanstep.rebuild.program import Rerun
-from leanstep.rebuild.recipes import RECIPES, cheaper
 from leanstep.recorder.facts import (
     DrawOrder,
     OpInfo,

@@ -39,7 +39,7 @@ class Category(StrEnum):
 
 
 class Fact(StrEnum):
-    """What the recorder saw of an op; `rebuild/block.py` judges what follows from it."""
+    """What the recorder saw of an op; `rebuild/rerun.py` judges what follows from it."""
 
     RANDOM = "draws random numbers"
     OWN_GENERATOR = "draws from a generator of its own"

@@ -19,7 +19,8 @@ from leanstep.ir.text import some_names
 from leanstep.planner.explain import Account
 from leanstep.planner.option import Option
 from leanstep.planner.segments import Part
-from leanstep.rebuild.block import NEVER_RERUN, BlockGraph, rerun
+from leanstep.rebuild.block import BlockGraph
+from leanstep.rebuild.rerun import NEVER_RERUN, rerun
 from leanstep.simulator import peak_op, static_bytes, timeline
 from leanstep.units import format_bytes, format_seconds
 
