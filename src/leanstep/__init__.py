@@ -19,6 +19,7 @@ from leanstep.ir import Verdict as Verdict
 from leanstep.ir import load as load
 
 if _TYPE_CHECKING:
+    from leanstep import models as models
     from leanstep.api import apply as apply
     from leanstep.api import profile as profile
     from leanstep.api import verify as verify
@@ -62,6 +63,7 @@ __all__ = [
     "lean",
     "load",
     "max_batch",
+    "models",
     "plan",
     "profile",
     "recompute",
@@ -97,6 +99,8 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> object:
+    if name == "models":
+        return _importlib.import_module("leanstep.models")
     if name not in _LAZY:
         raise AttributeError(f"module 'leanstep' has no attribute {name!r}")
     found: object = getattr(_importlib.import_module(_LAZY[name]), name)

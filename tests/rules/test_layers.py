@@ -69,7 +69,7 @@ MAY_IMPORT = {
     "cutter": STAGES | {"api"},
     "lazy": STAGES | {"api", "lazy"},
     "testing": PLANNER | {"testing"},
-    "__init__": STAGES | {"fitting", "api", "study", "checkup", "cutter", "lazy"},
+    "__init__": STAGES | {"fitting", "api", "study", "checkup", "cutter", "lazy", "models"},
     "integrations": {"integrations"},
     # The built-in models are a public room of their own.
     "cli": {"cli", "models"},

@@ -1,5 +1,7 @@
 """The public face of leanstep is this list; a change here is a change for users."""
 
+import subprocess
+import sys
 import types
 
 import pytest
@@ -27,6 +29,7 @@ PUBLIC = [
     "lean",
     "load",
     "max_batch",
+    "models",
     "plan",
     "profile",
     "recompute",
@@ -60,6 +63,13 @@ def test_nothing_else_looks_public() -> None:
     }
 
     assert others <= set(PUBLIC)
+
+
+def test_models_are_there_before_anything_else_is_used() -> None:
+    # In a process of its own: here others have imported them.
+    code = "import leanstep; leanstep.models.build('gpt2-tiny')"
+
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_unknown_name_is_an_attribute_error() -> None:
