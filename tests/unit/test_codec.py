@@ -127,7 +127,8 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     PLAN.save(path)
 
-    with pytest.raises(InputError, match="holds a Plan, not a Profile") as caught:
+    said = "holds a Plan, not a Profile: leanstep profile TARGET -o run.json makes one"
+    with pytest.raises(InputError, match=said) as caught:
         Profile.load(path)
 
     assert_is_one_sentence_about(caught.value, path)
@@ -206,6 +207,15 @@ def change(path: Path, keys: list[str | int], value: object) -> None:
         place = place[key]
     place[keys[-1]] = value
     path.write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize("name", ["a list", "a number", "another's", "null"])
+def test_other_json_is_refused_in_words_not_in_pythons(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    path.write_bytes(GARBAGE[name])
+
+    with pytest.raises(InputError, match="wrote: it does not say what it holds"):
+        Profile.load(path)
 
 
 def assert_is_one_sentence_about(error: LeanstepError, path: Path) -> None:

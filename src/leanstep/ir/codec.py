@@ -17,6 +17,12 @@ from leanstep.errors import InputError
 
 FORMAT_VERSION = 2
 
+# What to type for a file of the kind that was missed.
+_MADE_BY = {
+    "Profile": "leanstep profile TARGET -o run.json",
+    "Plan": "leanstep plan run.json --budget 16GiB -o plan.json",
+}
+
 Noun = TypeVar("Noun")
 
 
@@ -67,16 +73,22 @@ def kind_in(path: Path) -> str:
 def _document(path: Path) -> tuple[str, int, Any]:
     try:
         document = json.loads(path.read_text())
-        return document["leanstep"], document["format"], document.get("content")
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         raise InputError(f"{path} is not a file that leanstep wrote: {error}") from error
+    try:
+        return document["leanstep"], document["format"], document.get("content")
+    except (KeyError, TypeError) as error:
+        raise InputError(
+            f"{path} is not a file that leanstep wrote: it does not say what it holds"
+        ) from error
 
 
 def load(kind: type[Noun], path: Path) -> Noun:
     """Read a noun of the given kind from a file."""
     found, version, content = _document(path)
     if found != kind.__name__:
-        raise InputError(f"{path} holds a {found}, not a {kind.__name__}")
+        hint = f": {_MADE_BY[kind.__name__]} makes one" if kind.__name__ in _MADE_BY else ""
+        raise InputError(f"{path} holds a {found}, not a {kind.__name__}{hint}")
     if version != FORMAT_VERSION:
         raise InputError(
             f"{path} has format {version}, this leanstep reads {FORMAT_VERSION}: make it anew"
@@ -85,6 +97,16 @@ def load(kind: type[Noun], path: Path) -> Noun:
         return typing.cast(Noun, from_plain(kind, content))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path} holds a {found} that is damaged: {error}") from error
+
+
+def check_kind(given: object, kind: type[Saved]) -> None:
+    """Raise InputError unless an argument is of a kind; many give what it is made of, or a path."""
+    if not isinstance(given, kind):
+        word = kind.__name__
+        raise InputError(
+            f"{word.lower()} is {type(given).__name__}, not a leanstep.{word}: "
+            f"leanstep.{word.lower()} makes one, leanstep.{word}.load(path) reads one"
+        )
 
 
 def to_plain(value: Any) -> Any:
