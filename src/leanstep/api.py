@@ -15,6 +15,7 @@ from leanstep.forms import profile_compiled
 from leanstep.imagine import Factory, Ingredients, check_ranks
 from leanstep.ir import Cost, Fact, Graph, Plan, Profile, Verdict
 from leanstep.ir.check import check_blocks, check_graph
+from leanstep.ir.codec import check_kind
 from leanstep.marks import marks_of
 from leanstep.owners import refuse_owners
 from leanstep.planner.options import check_engine
@@ -277,6 +278,7 @@ def apply(
     Raises:
         PlanError: the plan is for another model, batch or version of torch; it names what differs.
     """
+    check_kind(plan, Plan)
     refuse_fitted(model)
     if batch is None:
         check_model(model, plan)
@@ -295,6 +297,7 @@ def verify(
     gradients_kept: bool = False,
 ) -> Verdict:
     """Run the untouched and the planned step from the same state and compare every number."""
+    check_kind(plan, Plan)
     step = make_step(model, batch, loss, optimizer, gradients_kept=gradients_kept)
     refuse_fitted(model)
     check_step(step, plan)

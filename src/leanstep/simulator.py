@@ -26,11 +26,15 @@ from leanstep.ir import (
     Timeline,
 )
 from leanstep.ir.blocks import find_block
+from leanstep.ir.codec import check_kind
 from leanstep.rebuild.block import BlockGraph, views_of
 
 
 def simulate(profile: Profile, plan: Plan | None = None) -> Timeline:
     """Say what the step needs at every op, under a plan or untouched."""
+    check_kind(profile, Profile)
+    if plan is not None:
+        check_kind(plan, Plan)
     effects = [] if plan is None else plan_effects(profile, plan)
     return timeline(as_planned(profile, plan), effects)
 

@@ -58,6 +58,8 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         {"optimizer": other_optimizer()},
         "holds none of this model's parameters: build it from model.parameters()",
     ),
+    "the optimizer is a name": ({"optimizer": "adamw"}, "optimizer is str, not a torch.optim"),
+    "the optimizer is a class": ({"optimizer": torch.optim.SGD}, "optimizer is type, not a torch"),
     "the loss is no scalar": (
         {"loss": lambda model, batch: model(batch)},
         r"the loss has shape \(4, 8\), not one number: reduce it",
@@ -91,6 +93,65 @@ def test_it_is_refused_in_one_sentence_where(changes: dict[str, Any], sentence: 
     assert isinstance(caught.value, ValueError)
     assert_is_one_sentence(caught.value)
     assert snapshot(model) == before
+
+
+WRONG_KINDS: dict[str, tuple[Callable[[], object], str]] = {
+    "a path is planned": (lambda: leanstep.plan("run.json"), "profile is str, not a leanstep.Prof"),
+    "a model is planned": (lambda: leanstep.plan(nn.Linear(8, 8)), "leanstep.profile makes one"),
+    "a model has a frontier": (lambda: leanstep.frontier(nn.Linear(8, 8)), "profile is Linear"),
+    "a model is simulated": (lambda: leanstep.simulate(nn.Linear(8, 8)), "profile is Linear"),
+    "a path is applied": (
+        lambda: leanstep.apply(nn.Linear(8, 8), "plan.json"),
+        r"plan is str, not a leanstep.Plan: leanstep.plan makes one, leanstep.Plan.load\(path\)",
+    ),
+    "a path is verified": (
+        lambda: leanstep.verify(nn.Linear(8, 8), BATCH, squares, plan="plan.json"),
+        "plan is str, not a leanstep.Plan",
+    ),
+    "overrides are a list": (
+        lambda: leanstep.fit(nn.Linear(8, 8), BATCH, squares, overrides=["layers"]),
+        "overrides is list, not a dict",
+    ),
+    "a model is swept": (
+        lambda: leanstep.sweep(nn.Linear(8, 8), [1, 2], budget="1GiB"),
+        "a study takes a function of a batch size, not Linear",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "sentence"), WRONG_KINDS.values(), ids=WRONG_KINDS)
+def test_what_is_of_another_kind_is_refused_where(
+    call: Callable[[], object], sentence: str
+) -> None:
+    with pytest.raises(InputError, match=sentence) as caught:
+        call()
+
+    assert_is_one_sentence(caught.value)
+
+
+def test_a_loss_of_outputs_and_targets_is_told_what_it_was_called_with() -> None:
+    with pytest.raises(AttributeError) as caught:
+        leanstep.profile(nn.Linear(8, 8), BATCH, nn.MSELoss())
+
+    said = ["leanstep called loss(model, batch), where batch is Tensor of shape (4, 8)"]
+    assert caught.value.__notes__ == said
+
+
+@pytest.mark.parametrize(
+    ("batch", "called"),
+    [
+        (torch.ones(4, 7), "model(batch), where batch is Tensor of shape (4, 7)"),
+        ((BATCH, BATCH), "model(*batch), where batch is tuple"),
+        ({"y": BATCH}, "model(**batch), where batch is dict"),
+    ],
+)
+def test_a_batch_that_the_model_does_not_take_is_told_how_it_was_called(
+    batch: Any, called: str
+) -> None:
+    with pytest.raises((RuntimeError, TypeError)) as caught:
+        leanstep.profile(nn.Linear(8, 8), batch)
+
+    assert caught.value.__notes__ == [f"leanstep called {called}"]
 
 
 class Pair(nn.Module):

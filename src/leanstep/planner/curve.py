@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from leanstep.errors import InputError
 from leanstep.ir import Frontier, FrontierPoint, Profile
+from leanstep.ir.codec import check_kind
 from leanstep.planner.bounds import bound_seconds, relaxed_seconds
 from leanstep.planner.space import Space, prepare
 from leanstep.solvers.base import Outcome, Solution, Solver
@@ -31,6 +32,7 @@ def frontier(
         overrides: as for `plan`.
         watch: called with each point when it is planned.
     """
+    check_kind(profile, Profile)
     if points < 2:
         raise InputError(f"points={points} is too few: a curve has at least 2")
     space = prepare(profile, engine, overrides)

@@ -66,6 +66,11 @@ class Wishes:
 
 def parse_rules(profile: Profile, overrides: Mapping[str, str] | None) -> tuple[Rule, ...]:
     """The profile's marks and the given patterns as rules; the last that matches wins."""
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise InputError(
+            f"overrides is {type(overrides).__name__}, not a dict: "
+            'write it as in {"layers.*.mlp": "recompute"}'
+        )
     marks = tuple(Rule(path, "", Action(action)) for path, action in profile.marks)
     given = tuple(_rule(profile, *pair) for pair in (overrides or {}).items())
     return (*marks, *given)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from leanstep.ir import Plan, Profile
+from leanstep.ir.codec import check_kind
 from leanstep.planner.bounds import bound_seconds, relaxed_seconds
 from leanstep.planner.lower import lower
 from leanstep.planner.offload import LEAST_SECONDS, capacity_bytes
@@ -47,6 +48,7 @@ def plan(
         BudgetError: no plan fits; it names the least peak that can be asked for.
         InputError: an argument cannot be used.
     """
+    check_kind(profile, Profile)
     find_solver(solver)
     budget_bytes = parse_budget(budget, unplanned_peak_bytes=profile.peak_bytes)
     space = prepare(profile, engine, overrides, exact=exact)

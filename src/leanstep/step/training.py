@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from leanstep.errors import InputError
+from leanstep.errors import InputError, LeanstepError
 from leanstep.torch_private.modes import any_autocast_is_on
 from leanstep.torch_private.modules import original_step
 from leanstep.torch_private.tensors import tree_leaves
@@ -139,7 +139,13 @@ def checked_loss(loss: Loss) -> Loss:
     _check_loss(loss)
 
     def compute(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        value = loss(model, batch)
+        try:
+            value = loss(model, batch)
+        except LeanstepError:
+            raise
+        except Exception as error:
+            _note(error, loss, batch)
+            raise
         if not isinstance(value, torch.Tensor):
             raise InputError(f"the loss is {type(value).__name__}, not a tensor: return a scalar")
         if value.numel() != 1:
@@ -152,6 +158,18 @@ def checked_loss(loss: Loss) -> Loss:
         return value
 
     return compute
+
+
+def _note(error: Exception, loss: Loss, batch: Any) -> None:
+    """Say below the user's own error what was called, and with what."""
+    called = "loss(model, batch)"
+    if loss is default_loss:
+        in_order = "*" if isinstance(batch, (tuple, list)) else ""
+        called = f"model({'**' if isinstance(batch, Mapping) else in_order}batch)"
+    shape = f" of shape {tuple(batch.shape)}" if isinstance(batch, torch.Tensor) else ""
+    note = f"leanstep called {called}, where batch is {type(batch).__name__}{shape}"
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
 
 
 def _check_loss(loss: object) -> None:
@@ -224,6 +242,8 @@ def _check_devices(model: torch.nn.Module, batch: Any) -> None:
 def _check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     if optimizer is None:
         return
+    if not (hasattr(optimizer, "param_groups") and hasattr(type(optimizer), "step")):
+        raise InputError(f"optimizer is {type(optimizer).__name__}, not a torch.optim.Optimizer")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise InputError(

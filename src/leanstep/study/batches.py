@@ -214,6 +214,11 @@ def _conditions(
 
 
 def _maker(make: str | Maker, *, is_here: bool) -> Maker:
+    if isinstance(make, torch.nn.Module) or not (isinstance(make, str) or callable(make)):
+        raise InputError(
+            f"a study takes a function of a batch size, not {type(make).__name__}: it returns "
+            "model, batch, loss and optimizer"
+        )
     if not isinstance(make, str):
         return make
     return find_target(make).on(None) if is_here else find_target(make)
