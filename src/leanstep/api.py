@@ -1,6 +1,7 @@
 """The public verbs that need torch, each one stage of the pipeline."""
 
 import dataclasses
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,6 +44,9 @@ _TOO_LONG = 1.5
 
 # A budget that every step fits.
 WITHOUT_LIMIT = 1 << 60
+
+# Models whose first step `lean` waits for: it would take a step of ours for theirs.
+WAITING: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()
 
 
 def profile(
@@ -316,7 +320,17 @@ def _fits(step: TrainingStep) -> bool:
 
 
 def refuse_fitted(model: torch.nn.Module) -> None:
-    """Say so when a plan is already in force, or somebody else's checkpointing."""
+    """Say so when a plan is already in force or on its way, or somebody else's checkpointing."""
+    if any(module in WAITING for module in model.modules()):
+        raise InputError(
+            "leanstep.lean waits for this model's first step: call remove() on what it returned "
+            "first, or train on"
+        )
+    refuse_owned(model)
+
+
+def refuse_owned(model: torch.nn.Module) -> None:
+    """The same of a model that `lean` itself asks about."""
     if any(is_attached(module) for module in model.modules()):
         raise InputError("this model is already fitted: call remove() on what fit returned first")
     refuse_owners(model)

@@ -439,6 +439,21 @@ def steady(block, x):
     return x + block.b(torch.tanh(block.a(x)))
 
 
+def test_a_model_that_waits_for_its_first_step_is_not_fitted_or_profiled() -> None:
+    model, batch, loss, optimizer = models.build("gpt2-tiny", batch=2)
+    lazy = leanstep.lean(model, optimizer, budget="100%")
+
+    for call in (leanstep.fit, leanstep.profile):
+        with pytest.raises(InputError, match=r"lean waits for this model's first step: call rem"):
+            call(model, batch, loss, optimizer=optimizer)
+
+    assert str(lazy) == "leanstep: waiting for the first training step"
+    one_step(model, batch, loss, optimizer)
+    assert lazy.plan is not None
+    lazy.remove()
+    leanstep.profile(model, batch, loss, optimizer=optimizer)
+
+
 def test_unusable_arguments_are_refused_at_once() -> None:
     model, _, _, optimizer = models.build("gpt2-tiny")
     with pytest.raises(InputError, match="budget"):

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from leanstep import engines, planner
-from leanstep.api import refuse_fitted
+from leanstep.api import WAITING, refuse_owned
 from leanstep.eager import never_compiled
 from leanstep.engines import Applied
 from leanstep.errors import InputError
@@ -106,6 +106,7 @@ class Lean:
         if self.plan is not None:
             return
         self.remove()
+        WAITING.add(self.model)
         self._optimizer = _innermost(optimizer)
         self._takes_over, self._model_is_called = takeover, calls
         if calls:
@@ -159,6 +160,7 @@ class Lean:
 
     def _stop_watching(self) -> None:
         self._is_running = False
+        WAITING.discard(self.model)
         while self._handles:
             self._handles.pop().remove()
 
@@ -186,7 +188,7 @@ class Lean:
                 self._has_begun = True
             if not self._taken.put_back:
                 with taken_over(self.model, self._takes_over) as self._taken:
-                    refuse_fitted(self.model)
+                    refuse_owned(self.model)
             first.begin()
         except BaseException:
             self.remove()
@@ -302,7 +304,7 @@ def lean(
         earlier.remove()
     FirstStep.fail_open_ones()
     if not takeover:
-        refuse_fitted(model)
+        refuse_owned(model)
 
     def make_plan(profile: Profile) -> Plan:
         return planner.plan(
