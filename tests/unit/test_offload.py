@@ -130,6 +130,24 @@ def test_a_plan_with_offload_survives_the_disk(tmp_path) -> None:
     assert Plan.load(tmp_path / "plan.json") == found
 
 
+def test_an_explanation_says_what_waits_on_the_host_and_not_that_it_is_kept() -> None:
+    found = plan(steps(FAST), "60%")
+    said = found.explain()
+    inputs = sum(e.nbytes for d in found.decisions for e in d.offload if e.key == INPUT)
+
+    assert sum(group.host_bytes for group in said.groups) == sum(
+        decision.host_bytes for decision in found.decisions
+    )
+    assert sum(row.host_bytes for group in said.groups for row in group.rows) == (
+        sum(group.host_bytes for group in said.groups) - inputs
+    )
+    assert sum(group.kept_bytes for group in said.groups) == sum(
+        decision.resident_bytes for decision in found.decisions
+    )
+    assert "to host" in str(said)
+    assert "to host" not in str(plan(steps(FAST), "60%", offload=False).explain())
+
+
 def test_a_plan_that_moves_what_cannot_be_moved_is_refused() -> None:
     found = plan(steps(SLOW), "60%")
     place = next(n for n, decision in enumerate(found.decisions) if decision.offload)

@@ -25,6 +25,7 @@ class OpRow(NamedTuple):
     `name` is that of the storages' keys (`attention.query::aten.addmm.default#0`), `seconds` the
     time it takes to run it again. `peak_freed_bytes` is how much less of its outputs is live where
     the planned step has its peak, `unplanned_peak_freed_bytes` where the untouched one had it.
+    `host_bytes`, of those kept, wait in host memory; said in an explanation only.
     """
 
     name: str
@@ -34,6 +35,7 @@ class OpRow(NamedTuple):
     seconds: float
     peak_freed_bytes: int
     unplanned_peak_freed_bytes: int
+    host_bytes: int = 0
 
 
 # The key of an offloaded storage that is not the call's own: its largest input.
@@ -103,10 +105,23 @@ class Decision:
         return sum(entry.nbytes for entry in self.offload)
 
     @property
+    def host_bytes_by_op(self) -> dict[str, int]:
+        """The same by the name of the op that made them, as in `rows`; its input by `INPUT`."""
+        found: dict[str, int] = {}
+        for entry in self.offload:
+            op = entry.key if entry.key == INPUT else entry.key.rpartition(":")[0]
+            found[op] = found.get(op, 0) + entry.nbytes
+        return found
+
+    @property
+    def own_host_bytes(self) -> int:
+        """The same without its input."""
+        return sum(entry.nbytes for entry in self.offload if entry.key != INPUT)
+
+    @property
     def resident_bytes(self) -> int:
         """What the call made, is kept, and stays on the device."""
-        own = sum(entry.nbytes for entry in self.offload if entry.key != INPUT)
-        return 0 if self.engine is Engine.MODULE else max(0, self.kept_bytes - own)
+        return 0 if self.engine is Engine.MODULE else max(0, self.kept_bytes - self.own_host_bytes)
 
     @property
     def takes_border(self) -> bool:

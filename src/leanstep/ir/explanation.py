@@ -16,7 +16,10 @@ WIDTH = 100
 _MOST_OPS = 16
 _MOST_HOLDERS = 2
 
-_HEADINGS = ("", "source", "kept", "dropped", "time", "freed at the peak", "at the unplanned peak")
+_HEADINGS = (
+    *("", "source", "kept", "dropped", "to host", "time"),
+    *("freed at the peak", "at the unplanned peak"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,7 @@ class Group:
     peak_freed_bytes: int
     unplanned_peak_freed_bytes: int
     rows: tuple[OpRow, ...]
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,32 +108,47 @@ class Explanation(Saved):
             name = f"{names_in_a_row(member.names, order)}: {member.engine.value}"
             rows.append(_cells(name, "", member))
             rows += [_cells(f"  {_short(row.name)}", row.source, row) for row in _shown(member)]
-        columns = len(_HEADINGS) if self.peak_moved else len(_HEADINGS) - 1
-        return table([row[:columns] for row in rows], left=(0, 1))
+        hidden = set() if any(member.host_bytes for member in self.groups) else {"to host"}
+        if not self.peak_moved:
+            hidden.add(_HEADINGS[-1])
+        shown = [place for place, heading in enumerate(_HEADINGS) if heading not in hidden]
+        return table([[row[place] for place in shown] for row in rows], left=(0, 1))
 
 
 def group(decisions: Sequence[Decision]) -> tuple[Group, ...]:
     """Put equal decisions together, in the order of their first calls."""
     alike: dict[object, list[Decision]] = {}
     for decision in decisions:
-        ops = tuple((row.name, row.kept_bytes, row.dropped_bytes) for row in decision.rows)
+        ops = tuple(row[:1] + row[2:4] + row[-1:] for row in _rows(decision))
         alike.setdefault((decision.engine, decision.why, ops), []).append(decision)
     return tuple(_group(members) for members in alike.values())
 
 
 def _group(members: Sequence[Decision]) -> Group:
-    rows = zip(*(decision.rows for decision in members), strict=True)
+    rows = zip(*(_rows(decision) for decision in members), strict=True)
     return Group(
         names=tuple(decision.name for decision in members),
         engine=members[0].engine,
         why=members[0].why,
-        kept_bytes=sum(d.kept_bytes for d in members),
+        kept_bytes=sum(d.kept_bytes - d.own_host_bytes for d in members),
         dropped_bytes=sum(d.dropped_bytes for d in members),
         seconds=sum(d.extra_seconds for d in members),
         peak_freed_bytes=sum(d.peak_freed_bytes for d in members),
         unplanned_peak_freed_bytes=sum(d.unplanned_peak_freed_bytes for d in members),
         rows=tuple(_sum(twins[0].name, twins[0].source, twins) for twins in rows),
+        host_bytes=sum(d.host_bytes for d in members),
     )
+
+
+def _rows(decision: Decision) -> list[OpRow]:
+    """The ops of a call, with what of each waits in host memory and is not kept on the device."""
+    moved = decision.host_bytes_by_op
+    return [
+        row._replace(
+            kept_bytes=row.kept_bytes - moved.get(row.name, 0), host_bytes=moved.get(row.name, 0)
+        )
+        for row in decision.rows
+    ]
 
 
 def _sum(name: str, source: str, rows: Sequence[OpRow]) -> OpRow:
@@ -141,6 +160,7 @@ def _sum(name: str, source: str, rows: Sequence[OpRow]) -> OpRow:
         sum(row.seconds for row in rows),
         sum(row.peak_freed_bytes for row in rows),
         sum(row.unplanned_peak_freed_bytes for row in rows),
+        sum(row.host_bytes for row in rows),
     )
 
 
@@ -187,11 +207,12 @@ def _shown(member: Group) -> Iterator[OpRow]:
     """The ops in their order; where there are many, the small ones in one row."""
     if member.engine is Engine.UNTOUCHED:
         return
-    nbytes = max(1, member.kept_bytes + member.dropped_bytes)
+    nbytes = max(1, member.kept_bytes + member.dropped_bytes + member.host_bytes)
     seconds = max(1e-12, member.seconds)
 
     def weight(row: OpRow) -> float:
-        return (row.kept_bytes + row.dropped_bytes) / nbytes + row.seconds / seconds
+        held_bytes = row.kept_bytes + row.dropped_bytes + row.host_bytes
+        return held_bytes / nbytes + row.seconds / seconds
 
     chosen = set(sorted(member.rows, key=weight, reverse=True)[:_MOST_OPS])
     small = [row for row in member.rows if row not in chosen]
@@ -211,6 +232,7 @@ def _cells(name: str, source: str, row: Group | OpRow) -> tuple[str, ...]:
         source,
         _size(row.kept_bytes),
         _size(row.dropped_bytes),
+        _size(row.host_bytes),
         format_seconds(row.seconds) if row.seconds else "–",
         _size(row.peak_freed_bytes),
         _size(row.unplanned_peak_freed_bytes),

@@ -93,10 +93,7 @@ def _block_rows(decision: Decision, name: str, depth: int) -> Iterator[Row]:
         freed_bytes=decision.unplanned_peak_freed_bytes,
         why=f"{decision.engine.value}: {decision.why}",
     )
-    parked: dict[str, int] = {}
-    for entry in decision.offload:
-        op = entry.key.rpartition(":")[0]
-        parked[op] = parked.get(op, 0) + entry.nbytes
+    parked = decision.host_bytes_by_op
     ops = [_op_row(row, decision.name, depth + 1, parked.get(row.name, 0)) for row in decision.rows]
     yield from ops
     if decision.dropped_bytes or decision.offload:
