@@ -26,7 +26,6 @@ _BYTES_PER_UNIT = {
     "bytes": 1,
 }
 _MIB = 1024**2
-_GIB = 1024**3
 _UNIT_LIST = "B, KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (powers of 1024) or %"
 
 # Lengths are bounded so that a typing error cannot ask for a number of a million digits.
@@ -177,6 +176,11 @@ def format_bytes(num_bytes: int) -> str:
     return sign + _in_binary_unit(abs(num_bytes), _hundredths_nearest)
 
 
+def format_bytes_up(num_bytes: int) -> str:
+    """Return a size in the unit that suits it, never less than it is."""
+    return _in_binary_unit(num_bytes, _hundredths_up)
+
+
 def format_bytes_apart(first_bytes: int, second_bytes: int) -> tuple[str, str]:
     """Return two sizes that a reader can tell apart; with exact bytes where rounding hides it."""
     first, second = format_bytes(first_bytes), format_bytes(second_bytes)
@@ -185,16 +189,9 @@ def format_bytes_apart(first_bytes: int, second_bytes: int) -> tuple[str, str]:
     return first, second
 
 
-def format_gib_up(num_bytes: int) -> str:
-    """Return a size in GiB, never less than it is, with digits enough to be near it."""
-    return f"{_near_above(num_bytes, _GIB)} GiB"
-
-
 def format_budget_up(num_bytes: int) -> str:
-    """Return a budget for a user to set: GiB rounded up, and the exact bytes in brackets."""
-    # Below 0.01 GiB people count in MiB.
-    mib = f"{_near_above(num_bytes, _MIB)} MiB, " if num_bytes * 100 < _GIB else ""
-    return f"{format_gib_up(num_bytes)} ({mib}or {num_bytes} bytes)"
+    """Return a budget for a user to set: rounded up, and the exact bytes in brackets."""
+    return f"{format_bytes_up(num_bytes)} (or {num_bytes} bytes)"
 
 
 def format_seconds(seconds: float) -> str:
@@ -246,15 +243,6 @@ def _hundredths_nearest(num_bytes: int, unit_bytes: int) -> int:
 
 def _hundredths_up(num_bytes: int, unit_bytes: int) -> int:
     return -(-num_bytes * 100 // unit_bytes)
-
-
-def _near_above(num_bytes: int, unit_bytes: int) -> str:
-    """Return how many units at least hold the bytes: two decimals, or three digits if below 1."""
-    decimals = 2
-    while 0 < num_bytes * 10**decimals < 100 * unit_bytes:
-        decimals += 1
-    whole, rest = divmod(-(-num_bytes * 10**decimals // unit_bytes), 10**decimals)
-    return f"{whole}.{_trim(f'{rest:0{decimals}d}')}"
 
 
 def _trim(decimals: str) -> str:

@@ -40,10 +40,10 @@ def test_refusal_says_what_where_and_what_to_do(refusal: BudgetError) -> None:
     )
 
 
-def test_refusal_of_a_tiny_budget_shows_digits_enough_and_mib() -> None:
+def test_refusal_of_a_tiny_budget_counts_in_mib() -> None:
     assert str(BudgetError(2 * 1024**2, 4_404_500)) == (
         "no plan fits 2.0 MiB: the least reachable peak is 4.2 MiB. "
-        "Raise the budget to 0.00411 GiB (4.21 MiB, or 4404500 bytes), or make the batch smaller."
+        "Raise the budget to 4.21 MiB (or 4404500 bytes), or make the batch smaller."
     )
 
 

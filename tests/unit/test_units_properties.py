@@ -1,6 +1,6 @@
 import pytest
 
-from leanstep.units import format_bytes, format_gib_up, parse_budget
+from leanstep.units import format_bytes, format_bytes_up, parse_budget
 
 hypothesis = pytest.importorskip("hypothesis")
 
@@ -9,12 +9,12 @@ sizes = hypothesis.strategies.integers(min_value=1, max_value=2**50)
 
 @hypothesis.given(sizes)
 def test_size_rounded_up_is_enough_when_typed_back_in(num_bytes: int) -> None:
-    assert parse_budget(format_gib_up(num_bytes)) >= num_bytes
+    assert parse_budget(format_bytes_up(num_bytes)) >= num_bytes
 
 
 @hypothesis.given(sizes)
 def test_written_size_is_within_one_percent(num_bytes: int) -> None:
-    for write in (format_bytes, format_gib_up):
+    for write in (format_bytes, format_bytes_up):
         assert abs(parse_budget(write(num_bytes)) - num_bytes) <= 0.01 * num_bytes + 1
 
 
