@@ -25,7 +25,7 @@ BLOCKS = {
         *(f"decoder.layers.{place}" for place in range(3)),
     ],
     "unet-tiny": [
-        *("time.layers[0:1]", "time.layers[2:2]", "down.0", "down.1"),
+        *("time.layers[0…1]", "time.layers.2", "down.0", "down.1"),
         *("middle.0", "middle.1", "up.0", "up.1"),
     ],
 }
@@ -164,7 +164,7 @@ def test_a_flat_stack_of_layers_is_cut_before_each_weight() -> None:
 
     profile = profile_of(model, 2, 3, 8, 8)
 
-    assert names(profile) == ["[0:2]", "[3:7]", "[8:8]"]
+    assert names(profile) == ["[0…2]", "[3…7]", "8"]
     assert profile.blocks[0].children == ("0", "1", "2")
 
 
@@ -244,4 +244,4 @@ def test_a_layer_that_stands_in_two_sequentials_belongs_to_both() -> None:
 
     profile = profile_of(nn.Sequential(stage(), stage()))
 
-    assert names(profile) == ["0[0:1]", "0[2:2]", "1[0:1]", "1[2:2]"]
+    assert names(profile) == ["0[0…1]", "0.2", "1[0…1]", "1.2"]

@@ -168,7 +168,7 @@ class Block:
 
     @property
     def name(self) -> str:
-        """The path as a person reads it: `layers.3`, `features[0:3]`, `cell (call 2)`."""
+        """The path as a person reads it: `layers.3`, `features[0…3]`, `cell (call 2)`."""
         return block_name(self.path, self.children, self.occurrence)
 
 
@@ -232,8 +232,12 @@ class Graph:
 
 
 def block_name(path: str, children: tuple[str, ...] = (), occurrence: int = 0) -> str:
-    """A block call as a person reads it: `layers.3`, `features[0:3]`, `cell (call 2)`."""
-    name = f"{path}[{children[0]}:{children[-1]}]" if children else path or "the whole model"
+    """A block call as a person reads it: `layers.3`, `features[0…3]`, `cell (call 2)`."""
+    name = path or "the whole model"
+    if len(children) == 1:
+        name = f"{path}.{children[0]}" if path else children[0]
+    elif children:
+        name = f"{path}[{children[0]}…{children[-1]}]"
     return f"{name} (call {occurrence})" if occurrence else name
 
 
