@@ -5,7 +5,9 @@ from dataclasses import replace
 from leanstep.ir import Plan, Profile, Verdict
 from leanstep.planner import plan as make_plan
 from leanstep.reporters.terminal import render
+from leanstep.simulator import simulate
 from leanstep.testing import Layer, chain_profile
+from leanstep.units import format_bytes
 
 GIB = 1 << 30
 
@@ -87,3 +89,16 @@ def test_a_step_that_the_cpu_cannot_issue_in_time_is_told_with_what_would_help()
     busy = replace(late, issue_seconds=0.04)
     for quiet in (verdict, as_promised, busy):
         assert "waits for the CPU" not in render(profile, plan, quiet)
+
+
+def test_a_timeline_prints_its_peak_by_category_and_its_time():
+    profile = chain_profile([[Layer(400, 1e-3)]] * 2, input_bytes=400)
+
+    said = str(simulate(profile, make_plan(profile, "100%")))
+
+    assert said.splitlines()[0].split() == [
+        "peak",
+        "memory",
+        *format_bytes(profile.peak_bytes).split(),
+    ]
+    assert "  activation" in said and "ops that run again" in said and "Category" not in said

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 
 from leanstep.ir.graph import Category
+from leanstep.ir.text import table
+from leanstep.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,15 @@ class Timeline:
     at_peak: tuple[tuple[Category, int], ...]
     seconds: float
     extra_seconds: float
+
+    def __str__(self) -> str:
+        """Peak and time, and what the peak is made of."""
+        parts = sorted(self.at_peak, key=lambda part: -part[1])
+        rows = [("peak memory", format_bytes(self.peak_bytes))]
+        rows += [(f"  {category.value}", format_bytes(nbytes)) for category, nbytes in parts]
+        rows.append(("step time", format_seconds(self.seconds)))
+        rows.append(("  ops that run again", format_seconds(self.extra_seconds)))
+        return "\n".join(table(rows))
 
     @property
     def peak_bytes(self) -> int:
