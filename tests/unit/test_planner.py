@@ -39,6 +39,7 @@ def test_budget_above_the_peak_leaves_everything_untouched() -> None:
     assert (found.extra_seconds, found.bound_seconds, found.gap) == (0.0, 0.0, 0.0)
     assert found.peak_bytes == found.unplanned_peak_bytes == profile.peak_bytes
     assert found.changed == ()
+    assert found.proof == "nothing has to be dropped for this budget"
 
 
 def test_distance_from_the_best_plan_is_said_in_seconds_and_as_a_share_of_the_step() -> None:

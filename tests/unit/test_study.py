@@ -72,6 +72,8 @@ def test_a_study_in_which_nothing_fits_has_no_gain_and_prints() -> None:
 
     assert found.gain == 0 and found.extra_share is None
     assert "without leanstep" in str(found)
+    assert "no batch size that was tried fits: raise the budget to 14.0 GiB (or " in str(found)
+    assert "no batch size that was tried fits" not in str(SWEEP)
 
 
 @pytest.mark.parametrize(

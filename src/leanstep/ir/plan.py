@@ -110,6 +110,8 @@ class Plan(Saved):
     @property
     def proof(self) -> str:
         """How far the plan can be from the best of its kind, in a sentence."""
+        if not self.changed and not self.extra_seconds:
+            return "nothing has to be dropped for this budget"
         bound = f"(proved bound {format_seconds(self.bound_seconds)})"
         if self.is_optimal:
             return f"no such plan takes less extra time {bound}"

@@ -6,7 +6,13 @@ from dataclasses import dataclass, field
 from leanstep.ir.codec import Saved
 from leanstep.ir.notebook import html_card, html_lines, html_table
 from leanstep.ir.text import table
-from leanstep.units import format_bytes, format_change, format_rate, format_seconds
+from leanstep.units import (
+    format_budget_up,
+    format_bytes,
+    format_change,
+    format_rate,
+    format_seconds,
+)
 
 _HEADINGS = ("batch", "untouched", "step", "samples/s", "planned", "step", "samples/s", "extra")
 
@@ -206,6 +212,10 @@ def _largest_rows(study: MaxBatch) -> Iterator[tuple[str, ...]]:
 def _closing(study: Sweep | MaxBatch) -> Iterator[str]:
     if isinstance(study, MaxBatch) and study.gain and study.extra_share is not None:
         yield f"{study.gain:.2f} × the batch, {format_change(study.extra_share)} time per sample"
+    floors = [trial.floor_bytes for trial in study.trials if trial.floor_bytes]
+    if floors and all(trial.planned is None for trial in study.trials):
+        least = format_budget_up(min(floors))
+        yield f"no batch size that was tried fits: raise the budget to {least}"
     if any(is_predicted(trial) for trial in study.trials):
         yield "~ predicted, not measured"
     compared = [trial.equal for trial in study.trials if trial.equal is not None]
