@@ -87,7 +87,8 @@ def _table(path: Path, text: str) -> Mapping[str, Any]:
             raise InputError(f"{path} has no table [tool.leanstep]")
         content = tables["leanstep"]
     if not isinstance(content, Mapping):
-        raise InputError(f"{path} holds {type(content).__name__}, not keys with values")
+        found = "nothing" if content is None else type(content).__name__
+        raise InputError(f"{path} holds {found}, not keys with values such as budget: 16GiB")
     return content
 
 

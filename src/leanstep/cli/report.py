@@ -16,7 +16,7 @@ def report(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RUN.JSON...",
+            metavar="RUN.JSON",
             help="Files that profile, plan, fit, frontier, sweep or max-batch wrote, of one model.",
         ),
     ],

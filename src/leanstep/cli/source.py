@@ -53,7 +53,8 @@ class Source:
         target = self.target()
         if self.imagined:
             raise typer.BadParameter(
-                f"--device {self.device} is not here: plan says what it would do there"
+                f"--device {self.device} is not here: type leanstep plan {self.text} "
+                f"--device {self.device} for an estimate"
             )
         model, batch, *rest = target()
         loss, optimizer = (*rest, None, None)[:2]

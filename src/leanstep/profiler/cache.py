@@ -14,7 +14,8 @@ def device_name(device: torch.device) -> str:
     """What a person calls the device: the card's name, or the CPU with its threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU, {torch.get_num_threads()} threads"
+    count = torch.get_num_threads()
+    return f"CPU, {count} thread{'s' if count > 1 else ''}"
 
 
 class CostCache:

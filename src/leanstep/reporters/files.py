@@ -69,14 +69,18 @@ def _figure_name(results: Results, asked: str | None) -> str:
     names = [asked] if asked is not None else list(can_draw)
     drawn = [name for name in names if can_draw[name]]
     if not drawn:
-        what = asked or "a verdict"
-        raise InputError(
-            f"there is nothing to draw {what} of: give {_NEEDS.get(what, 'a profile')}"
-        )
+        needs = _NEEDS.get(asked or "", _PROFILE)
+        fault = f"there is nothing to draw {asked} of" if asked else "a verdict has no figure"
+        raise InputError(f"{fault}: give {needs}")
     return drawn[0]
 
 
-_NEEDS = {"batches": "a sweep", "frontier": "a frontier", "peak": "a profile or a plan"}
+_PROFILE = "a profile (leanstep profile)"
+_NEEDS = {
+    "batches": "a sweep (leanstep sweep)",
+    "frontier": "a frontier (leanstep frontier)",
+    "peak": f"{_PROFILE} or a plan (leanstep plan)",
+}
 
 
 def _draw_memory(results: Results, place: Path) -> None:
