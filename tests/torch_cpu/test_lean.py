@@ -63,6 +63,7 @@ def test_training_is_bit_equal_from_the_first_step_on(name: str) -> None:
     assert_equal(expected, trained(model, batch, loss, optimizer))
     assert lean.plan is not None and lean.plan.changed
     assert "optimal" in str(lean)
+    assert "the first step compared every dropped tensor" in " ".join(str(lean).split())
     assert list(model.state_dict()) == keys
     lean.remove()
     assert not any(type(m).forward.__qualname__.startswith("_make") for m in model.modules())

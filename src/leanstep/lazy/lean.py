@@ -43,6 +43,12 @@ from leanstep.torch_private.modules import MODULE_CALL_CODE
 from leanstep.truth import return_cached
 from leanstep.units import check_budget, parse_budget
 
+# In place of a verdict.
+_COMPARED = (
+    "the first step compared every dropped tensor with what it was; leanstep.fit compares and "
+    "measures the whole step"
+)
+
 
 class Lean:
     """A model that plans itself after its first step; `remove()` undoes it.
@@ -71,7 +77,7 @@ class Lean:
         """The plan as a table, or that there is none yet."""
         if self.profile is None or self.plan is None:
             return "leanstep: waiting for the first training step"
-        return render(self.profile, self.plan, None)
+        return render(self.profile, self.plan, None, unverified=_COMPARED)
 
     def __repr__(self) -> str:
         """The same table."""

@@ -17,12 +17,18 @@ _SUMMARY_HEADINGS = ("", "before", "budget", "predicted", "measured", "change")
 _BLOCK_HEADINGS = ("block", "calls", "engine", "dropped", "extra time", "why")
 
 
-def render(profile: Profile, plan: Plan, verdict: Verdict | None) -> str:
-    """The summary of a fit as text of a fixed width."""
+_UNVERIFIED = "not verified: fit(..., verify=True) runs both versions and compares every number"
+
+
+def render(
+    profile: Profile, plan: Plan, verdict: Verdict | None, *, unverified: str = _UNVERIFIED
+) -> str:
+    """The summary of a fit as text of a fixed width; `unverified` stands where no verdict does."""
     lines = [_title(profile, plan)]
     lines += _table(_SUMMARY_HEADINGS, _summary(plan, verdict))
     lines += _table(_BLOCK_HEADINGS, _blocks(profile, plan))
-    lines += [part for line in _closing(plan, verdict) for part in textwrap.wrap(line, _WIDTH)]
+    closing = _closing(plan, verdict, unverified)
+    lines += [part for line in closing for part in textwrap.wrap(line, _WIDTH)]
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -160,10 +166,10 @@ def _alike(decision: Decision) -> tuple[object, ...]:
     return decision.engine, decision.drop, decision.why
 
 
-def _closing(plan: Plan, verdict: Verdict | None) -> Iterator[str]:
+def _closing(plan: Plan, verdict: Verdict | None, unverified: str = _UNVERIFIED) -> Iterator[str]:
     yield plan.proof
     if verdict is None:
-        yield "not verified: fit(..., verify=True) runs both versions and compares every number"
+        yield unverified
     elif verdict.inexact_allowed and not verdict.exact:
         yield _inexact(verdict)
     elif verdict.exact:
