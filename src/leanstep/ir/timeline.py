@@ -39,7 +39,8 @@ class Timeline:
         rows = [("peak memory", format_bytes(self.peak_bytes))]
         rows += [(f"  {category.value}", format_bytes(nbytes)) for category, nbytes in parts]
         rows.append(("step time", format_seconds(self.seconds)))
-        rows.append(("  ops that run again", format_seconds(self.extra_seconds)))
+        if self.extra_seconds:
+            rows.append(("  ops that run again", format_seconds(self.extra_seconds)))
         return "\n".join(table(rows))
 
     @property
