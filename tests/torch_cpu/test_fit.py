@@ -157,6 +157,19 @@ def unsaved_value(profile, block):
     return tuple(view.storage_key(s) for s in view.births if s not in saved)[:1]
 
 
+def test_a_model_in_eval_mode_is_planned_for_that_and_told_so() -> None:
+    model, batch, loss, optimizer = leanstep.models.build("gpt2-tiny", batch=4)
+    said = "the model was in eval mode, and the budget holds for that"
+
+    trained = leanstep.plan(leanstep.profile(model, batch, loss, optimizer=optimizer), "100%")
+    evaluated = leanstep.plan(
+        leanstep.profile(model.eval(), batch, loss, optimizer=optimizer), "100%"
+    )
+
+    assert said in "\n".join(evaluated.notes)
+    assert said not in "\n".join(trained.notes)
+
+
 def test_a_budget_below_the_floor_names_it_and_exactly_the_floor_succeeds():
     model, batch, loss, step = build("bert-tiny")
 
@@ -164,7 +177,7 @@ def test_a_budget_below_the_floor_names_it_and_exactly_the_floor_succeeds():
         leanstep.fit(model, batch, loss, optimizer=step, budget="1KiB")
 
     error = caught.value
-    assert "GiB" in str(error)
+    assert "Raise the budget to" in str(error)
     assert str(error.floor_bytes) in str(error)
     assert error.source and error.source in str(error)
     assert not any("leanstep.engines" in type(m).__module__ for m in model.modules())

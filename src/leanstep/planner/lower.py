@@ -81,6 +81,7 @@ def lower(
             *_block_notes(profile, picked),
             *notes,
             *_inexact_notes(profile, found),
+            *_mode_notes(profile),
             *profile.company,
             *(profile.notes if profile.estimated else ()),
         ),
@@ -112,6 +113,15 @@ def _with_offload(
         with_offload(effect, views, place, own)
         for place, (effect, own) in enumerate(zip(found, offload, strict=True))
     ]
+
+
+def _mode_notes(profile: Profile) -> Iterator[str]:
+    """That a model was handed over in the mode in which `from_pretrained` returns it."""
+    if "" in profile.model.evaluating:
+        yield (
+            "the model was in eval mode, and the budget holds for that: to train in train mode, "
+            "call model.train() before fit"
+        )
 
 
 def _block_notes(profile: Profile, picked: Sequence[tuple[Part, Option]]) -> Iterator[str]:
