@@ -189,7 +189,7 @@ def test_a_budget_that_cannot_be_met_says_what_to_type_next(run_json):
         (("plan", "nowhere.py:make"), "nowhere.py is not a file"),
         (("plan", "gpt2-tiny", "--device", "h20"), "did you mean 'h200'?"),
         (("profile", "users_train:make", "--seq", "8"), "unexpected keyword argument 'seq'"),
-        (("fit", "users_train:make", "--device", "h200"), "plan says what it would do there"),
+        (("fit", "users_train:make", "--device", "h200"), "h200 is not here: type leanstep plan"),
         (("profile", "gpt2-tiny", "--ranks", "2"), "needs an estimated device, such as --device"),
         (("plan", "gpt2-tiny", "--device", "h200", "--ranks", "0"), "from 1 to 1024"),
         (("plan", "users_train:sharded", "--device", "h200"), "say how many --ranks"),
