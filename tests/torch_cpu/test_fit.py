@@ -170,6 +170,21 @@ def test_a_model_in_eval_mode_is_planned_for_that_and_told_so() -> None:
     assert said not in "\n".join(trained.notes)
 
 
+def test_a_model_planned_in_eval_mode_warns_once_when_it_trains() -> None:
+    model, batch, loss, optimizer = leanstep.models.build("gpt2-tiny", batch=4)
+    fitted = leanstep.fit(
+        model.eval(), batch, loss, optimizer=optimizer, budget="95%", verify=False
+    )
+    loss(model, batch).backward()
+
+    with pytest.warns(UserWarning, match="in eval mode, and it is in train mode now") as caught:
+        loss(model.train(), batch).backward()
+        loss(model, batch).backward()
+
+    assert len(caught) == 1
+    fitted.remove()
+
+
 def test_a_budget_below_the_floor_names_it_and_exactly_the_floor_succeeds():
     model, batch, loss, step = build("bert-tiny")
 

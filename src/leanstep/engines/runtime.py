@@ -69,6 +69,7 @@ class SizeWatch:
     warned: bool = False
     yielded: bool = False
     fallen_back: bool = False
+    trained: bool = False
 
     def falls_back(self, name: str, reason: str) -> None:
         """Note that a block could not run as compiled code."""
@@ -88,6 +89,17 @@ class SizeWatch:
                 f"leanstep leaves {name} as it is inside saved-tensor hooks of yours (save_on_cpu, "
                 "a checkpoint): they decide what is kept. If every step has them, let the loss "
                 "given to leanstep.fit have them too.",
+                stacklevel=2,
+            )
+
+    def trains(self, name: str) -> None:
+        """Note that a block trains that was in evaluation mode when the plan was made."""
+        if not self.trained and self.budget_bytes:
+            self.trained = True
+            warnings.warn(
+                f"leanstep planned {name} in eval mode, and it is in train mode now: dropout and "
+                f"batch norm may need more than the budget of {format_bytes(self.budget_bytes)}. "
+                "Call remove() on what fit returned, model.train(), and leanstep.fit again.",
                 stacklevel=2,
             )
 
@@ -134,6 +146,7 @@ class BlockRuntime:
         self.numbers = [numbers[decision.place] for decision in self.decisions]
         self.offloads = [{entry.key: entry for entry in d.offload} for d in self.decisions]
         self.rounds, self.watch = rounds, watch
+        self._was_evaluating = scope.was_evaluating
         self._round = -1
         self._calls = 0
 
@@ -154,6 +167,8 @@ class BlockRuntime:
         if not saving_hooks_work():
             return forward(module, *args, **kwargs)
         place = self._place()
+        if self._was_evaluating and module.training:
+            self.watch.trains(self.name)
         self.watch.see(f"{self.name}, call {place}", _tensor_bytes(args, kwargs))
         out = self._run(place, module, forward, args, kwargs)
         self.rounds.lot.call_ended(self.numbers[place], out, self.rounds.saw_backward)

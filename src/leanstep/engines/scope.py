@@ -48,6 +48,10 @@ class ModulePaths:
             frame = frame.f_back
         return None
 
+    def was_evaluating(self, path: str) -> bool:
+        """Whether a module was in evaluation mode when the plan was made."""
+        return path in self._evaluating
+
     def is_planned_mode(self, module: torch.nn.Module) -> bool:
         """Whether a module and all inside it train or evaluate as they did for the plan."""
         modules = module.modules()
@@ -70,6 +74,11 @@ class Scope:
     def name(self) -> str:
         """The block as a person reads it."""
         return block_name(self.block_path, self.children)
+
+    @property
+    def was_evaluating(self) -> bool:
+        """Whether the block was in evaluation mode when the plan was made."""
+        return self.paths.was_evaluating(self.block_path)
 
     def here(self) -> str:
         """The path inside the block of the module that is being called."""
