@@ -2,10 +2,12 @@
 
 import random
 
+import numpy
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import rnn
 
 STEPS = 8
 
@@ -162,6 +164,77 @@ def test_the_data_decide(lab, body):
         return [loss]
 
     lab.check_same(lab.Case(lambda: lab.stack_of(body), whole_step=step), steps=6)
+
+
+def as_list(sizes):
+    return sizes.tolist()[0]
+
+
+def as_array(sizes):
+    return sizes.numpy(force=True)[0].item()
+
+
+def as_numpy_asks(sizes):
+    return float(numpy.asarray(sizes.cpu())[0])
+
+
+def as_a_shared_array(sizes):
+    return float(numpy.from_dlpack(sizes.cpu())[0])
+
+
+def as_where_to_split(sizes):
+    return torch.ones(40, device=sizes.device).tensor_split(sizes.cpu())[0].sum()
+
+
+def as_lengths(sizes):
+    lengths = torch.cat([sizes, 30 - 0 * sizes]).cpu()
+    rows = torch.ones(30, 2, 1, device=sizes.device)
+    packed = rnn.pack_padded_sequence(rows, lengths, enforce_sorted=False)
+    return torch.sin(rnn.pad_packed_sequence(packed)[0].reshape(-1)[:48])
+
+
+READERS = [
+    as_list,
+    as_array,
+    as_numpy_asks,
+    as_a_shared_array,
+    as_where_to_split,
+    as_lengths,
+]
+
+
+class Sized(nn.Module):
+    """Blocks that are told a size as a tensor, and read it their way."""
+
+    def __init__(self, lab, read):
+        super().__init__()
+        self.blocks = lab.stack_of(
+            lambda s, x, sizes: x + s.b(functional.gelu(s.a(x) * read(sizes)))
+        ).blocks
+
+    def forward(self, x, sizes):
+        for block in self.blocks:
+            x = block(x, sizes)
+        return x
+
+
+@pytest.mark.parametrize("read", READERS, ids=lambda read: read.__name__)
+def test_values_that_stay_for_some_steps_and_are_read_past_every_op(lab, read):
+    sizes = [3, 3, 3, 3, 3, 3, 7, 7, 3]
+
+    def step(model, optimizer, batch, index):
+        loss = model(batch[0], torch.full_like(batch[1], sizes[index])).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        return [loss]
+
+    case = lab.Case(
+        lambda: Sized(lab, read),
+        loss=lambda model, batch: model(*batch).pow(2).mean(),
+        batch=(lab.rows(), torch.tensor([3])),
+        whole_step=step,
+    )
+    lab.check_same(case, steps=len(sizes))
 
 
 def gelu_block(self, x):

@@ -46,6 +46,15 @@ _IMPURE_BUILTINS = frozenset(
     ("eval", "exec", "globals", "id", "input", "locals", "next", "open", "vars")
 )
 _CALLED_BY_TORCH = frozenset(("forward", "__call__"))
+
+# Functions of torch's that read what a tensor holds and have no op that would tell: what they find
+# becomes numbers in the code, or in the ops that follow.
+_READ_VALUES = frozenset(
+    (
+        *("tolist", "numpy", "_to_dlpack", "_to_dlpack_versioned", "tensor_split"),
+        *("_pack_padded_sequence", "_pad_packed_sequence"),
+    )
+)
 _BY_ANY_NAME = frozenset(("getattr", "hasattr", "delattr", "setattr"))
 
 
@@ -65,12 +74,15 @@ def is_users(module_name: str) -> bool:
 
 
 class Executed:
-    """The user's code that recorded calls of a block ran."""
+    """The user's code that recorded calls of a block ran.
+
+    `reads_values` says that some of it, or torch for it, has read what a tensor holds.
+    """
 
     def __init__(self) -> None:
         self.codes: dict[CodeType, None] = {}
         self.outside = ""
-        self.any_name = False
+        self.any_name = self.reads_values = False
         self._known: set[CodeType] = set()
 
     def copy(self) -> "Executed":
@@ -84,14 +96,18 @@ class Executed:
         """Forget what was seen since."""
         self.codes, self._known = earlier.codes, earlier._known
         self.outside, self.any_name = earlier.outside, earlier.any_name
+        self.reads_values = earlier.reads_values
 
     def see(self, frame: FrameType, event: str, arg: Any) -> None:
         """Note a call; the interpreter's profiling calls this."""
         if event == "call":
             if frame.f_code not in self._known and not _is_called_by_collector(frame):
                 self._see_python(frame)
-        elif event == "c_call" and frame.f_code in self.codes:
-            self._see_builtin(arg)
+        elif event == "c_call":
+            # Whoever calls it: NumPy asks a tensor for its values by torch's own Python.
+            self.reads_values |= _reads_values(arg)
+            if frame.f_code in self.codes:
+                self._see_builtin(arg)
 
     def _see_python(self, frame: FrameType) -> None:
         name = str(frame.f_globals.get("__name__", ""))
@@ -128,6 +144,13 @@ class Executed:
                 self.outside = name
         elif not _is_pure(module):
             self.outside = f"{module}.{name}"
+
+
+def _reads_values(function: Any) -> bool:
+    """Whether a function written in C reads a tensor's values past every op."""
+    if function.__name__ not in _READ_VALUES:
+        return False
+    return isinstance(function.__self__, torch.Tensor) or is_torch(function.__module__ or "")
 
 
 def _is_called_by_collector(frame: FrameType) -> bool:

@@ -154,7 +154,7 @@ class Replayer:
             if has_hooks:
                 missing = [key for key in missing if "::" in key]
             # Where a block takes the path that its data say, a value may be missing by right.
-            varies = call.recorder.depends_on_data or other_random_states() != before
+            varies = self._depends_on_data(call) or other_random_states() != before
             if missing and not varies:
                 raise PlanError(
                     f"the plan drops {missing[0]} of {self.name}, and this call makes no such "
@@ -177,7 +177,7 @@ class Replayer:
         before = other_random_states()
 
         def learn(call: LiveCall) -> None:
-            if other_random_states() != before or call.recorder.depends_on_data:
+            if other_random_states() != before or self._depends_on_data(call):
                 self.always_record = True
                 return
             # The call may have made modules or attributes that were not there before.
@@ -190,6 +190,10 @@ class Replayer:
             self._remember(key, state, template)
 
         return learn
+
+    def _depends_on_data(self, call: LiveCall) -> bool:
+        """Whether values that the call has read may have become part of its ops."""
+        return call.recorder.depends_on_data or self._executed.reads_values
 
     def _remember(self, key: Any, state: list[Any], template: Template) -> None:
         entry = self._entries.get(key)

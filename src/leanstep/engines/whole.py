@@ -62,7 +62,7 @@ class WholeModule:
             return run_checkpointed(name, module, forward, args, kwargs, self._rounds, again)
         num_codes = len(self._executed.codes)
         watched = Watched(self._executed, module, forward)
-        look = _Look(arguments, watch.modules)
+        look = _Look(arguments, watch.modules, self._executed)
         out = self._record(context, watched, (module, *args), kwargs, look)
         is_known = watched.is_seen and num_codes == len(self._executed.codes)
         if is_known and look.is_repeatable and _is(watch, state):
@@ -115,8 +115,13 @@ class _Look:
     And writes nothing but buffers of theirs, and draws from the usual generators alone.
     """
 
-    def __init__(self, arguments: list[torch.Tensor], modules: list[torch.nn.Module]) -> None:
-        self._arguments, self._modules = arguments, modules
+    def __init__(
+        self,
+        arguments: list[torch.Tensor],
+        modules: list[torch.nn.Module],
+        executed: Executed,
+    ) -> None:
+        self._arguments, self._modules, self._executed = arguments, modules, executed
         self._buffers = _buffers(modules)
         self.is_repeatable = False
         self.written: list[tuple[int, str, bool]] = []
@@ -131,7 +136,7 @@ class _Look:
                 if address in written:
                     addresses.add(address)
                 # Where data say the path, another call may write or read what this one has not.
-                varies = recorder.depends_on_data
+                varies = recorder.depends_on_data or self._executed.reads_values
                 if address in written or varies:
                     self.written.append((number, name, varies or written[address]))
         is_exchanged = _buffers(self._modules) != self._buffers
