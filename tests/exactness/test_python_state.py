@@ -353,6 +353,104 @@ def test_an_attribute_that_is_none_or_a_tensor_is_seen(lab):
     lab.check_same(case, ways=WAYS, steps=STEPS)
 
 
+def named_buffer(block):
+    block.register_buffer("table", None)
+
+
+def fill_the_buffer(block):
+    block.table = torch.ones(1, device=block.a.weight.device)
+
+
+def reads_whether_it_is_there(self, x):
+    hidden = self.a(x)
+    return x + self.b(functional.gelu(hidden if self.table is None else hidden + self.table))
+
+
+def typed_buffer(block):
+    block.register_buffer("table", torch.ones(3))
+
+
+def change_its_type(block):
+    block.table = block.table.double()
+
+
+def reads_of_which_type_it_is(self, x):
+    scale = 1.0 if self.table.dtype is torch.float32 else 2.0
+    return x + self.b(functional.gelu(self.a(x) * scale))
+
+
+def change_its_size(block):
+    block.table = block.table[:2]
+
+
+def reads_how_large_it_is(self, x):
+    return x + self.b(functional.gelu(self.a(x) * (len(self.table) / 4)))
+
+
+def convolution_without_bias(block):
+    block.a = nn.Conv1d(4, 4, 3, padding=1, bias=False)
+
+
+def give_it_a_frozen_bias(block):
+    bias = torch.ones(4, device=block.b.weight.device)
+    block.a.bias = nn.Parameter(bias, requires_grad=False)
+
+
+def convolves(self, x):
+    hidden = self.a(x.view(-1, 4, x.shape[1])).reshape(x.shape)
+    return x + self.b(functional.gelu(hidden))
+
+
+HELD = [
+    (named_buffer, reads_whether_it_is_there, fill_the_buffer),
+    (typed_buffer, reads_of_which_type_it_is, change_its_type),
+    (typed_buffer, reads_how_large_it_is, change_its_size),
+    (convolution_without_bias, convolves, give_it_a_frozen_bias),
+]
+
+
+@pytest.mark.parametrize(("prepare", "body", "change"), HELD, ids=lambda part: part.__name__)
+def test_buffers_and_frozen_parameters_that_come_or_change_are_seen(lab, prepare, body, change):
+    def step(model, optimizer, batch, index):
+        for block in model.blocks if index == CHANGE_AT else ():
+            change(block)
+        loss = model(batch).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        return [loss]
+
+    case = lab.Case(lambda: lab.stack_of(body, change=prepare), whole_step=step)
+    lab.check_same(case, ways=WAYS, steps=STEPS)
+
+
+def asks_for_a_leaf(self, x):
+    return x + self.b(functional.gelu(self.a(x) * (1.0 if x.is_leaf else 2.0)))
+
+
+def asks_for_a_gradient(self, x):
+    scale = 1.0 if self.a.weight.grad is None else 2.0
+    return x + self.b(functional.gelu(self.a(x) * scale))
+
+
+@pytest.mark.parametrize("body", [asks_for_a_leaf, asks_for_a_gradient], ids=lambda b: b.__name__)
+def test_what_autograd_knows_of_a_tensor_is_seen(lab, body):
+    def step(model, optimizer, batch, index):
+        rows = batch.clone().requires_grad_()
+        changed = index >= CHANGE_AT
+        if changed:
+            model.blocks[0](batch).mean().backward()
+        loss = model.blocks[0](rows * 1.0 if changed else rows).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        return [loss, rows.grad]
+
+    def loss(model, batch):
+        return model.blocks[0](batch.clone().requires_grad_()).pow(2).mean()
+
+    case = lab.Case(lambda: lab.stack_of(body), loss=loss, whole_step=step)
+    lab.check_same(case, ways=WAYS, steps=STEPS)
+
+
 class Scheduled(nn.Module):
     """A block whose factor is an attribute of its class."""
 

@@ -9,6 +9,7 @@ A guard that holds proves that the state is the same; one that does not proves n
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import chain
 from operator import attrgetter, call, is_, itemgetter, methodcaller
 from types import BuiltinFunctionType, FunctionType
@@ -26,6 +27,8 @@ _own_attributes = attrgetter("__dict__")
 _hooks = itemgetter(*HOOK_GROUPS)
 _children = itemgetter("_modules")
 _parameters = itemgetter("_parameters")
+_buffers = itemgetter("_buffers")
+_is_none = partial(is_, None)
 _values = methodcaller("values")
 
 
@@ -97,10 +100,11 @@ class Guard:
             has_hooks and [tuple(group) for own in owners for group in _hooks(own)],
             any(map(_own_attributes, self._named_functions)),
             *map(tuple, global_hooks()),
-            *[
-                parameter is not None and parameter.requires_grad
+            [
+                None if parameter is None else parameter.requires_grad
                 for parameter in chain.from_iterable(map(_values, map(_parameters, owners)))
             ],
+            list(map(_is_none, chain.from_iterable(map(_values, map(_buffers, owners))))),
         ]
 
     def _look(self) -> list[Any]:

@@ -58,6 +58,10 @@ _READ_VALUES = frozenset(
 _BY_ANY_NAME = frozenset(("getattr", "hasattr", "delattr", "setattr"))
 
 
+# What code may ask a tensor that is not looked at: it changes without the tensor.
+_UNTOLD = frozenset(("_version", "grad", "grad_fn", "is_leaf"))
+
+
 def is_torch(module_name: str) -> bool:
     """Whether a module belongs to torch itself."""
     return module_name == "torch" or module_name.startswith("torch.")
@@ -229,6 +233,8 @@ class Reach:
         """What ran that cannot be watched; empty if the block is closed."""
         if self.executed.outside:
             return self.executed.outside
+        if untold := _UNTOLD.intersection(self.names):
+            return min(untold)
         for code in self.executed.codes:
             if code not in self._found:
                 return code.co_qualname

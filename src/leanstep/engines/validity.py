@@ -2,9 +2,9 @@
 
 Compared on every call: the tensor arguments' shapes, strides, dtypes, devices and which of them
 share a storage, the other arguments, the plain attributes, hooks and children of the block's
-modules, where their own generators of random numbers stand, which parameters want gradients,
-torch's modes, and whatever the user's functions name that ran in the calls so far: globals,
-closures, defaults, attributes of objects and of classes.
+modules, where their own generators of random numbers stand, which parameters and buffers are
+there, which parameters want gradients, torch's modes, and whatever the user's functions name that
+ran in the calls so far: globals, closures, defaults, attributes of objects and of classes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -129,6 +129,10 @@ class Watch:
                 is_watched = is_read or _is_plain_in_torch(value)
                 if isinstance(value, PLAIN) or (is_watched and name not in _MODULE_OWN):
                     self.places.append((own, name))
+            # Code may ask whether a buffer is there, how large it is, and of which type.
+            buffers = own["_buffers"] if of_user else {}
+            read = (name for name in buffers if executed.any_name or name in reach.names)
+            self.places.extend((buffers, name) for name in read)
         self.places.extend(named)
 
     def tensors(self) -> list[torch.Tensor]:
@@ -169,10 +173,10 @@ class Watch:
             # Those of backward make forward pass its tensors through a function of torch's.
             state.extend(tuple(own[group]) for group in HOOK_GROUPS)
             state.extend(map(id, own["_modules"].values()))
-            state.extend(
-                parameter is not None and parameter.requires_grad
-                for parameter in own["_parameters"].values()
-            )
+            # One that is not there computes otherwise than one that wants no gradient.
+            parameters = own["_parameters"].values()
+            state.append([None if p is None else p.requires_grad for p in parameters])
+            state.append([buffer is None for buffer in own["_buffers"].values()])
         return state
 
 
