@@ -21,6 +21,7 @@ from leanstep.errors import InputError
 from leanstep.ir import Value
 from leanstep.recorder.live import LiveRecording
 from leanstep.torch_private.autograd import in_backward, saving_hooks_work, top_saving_hooks
+from leanstep.torch_private.tensors import storage_address
 
 # Elements a checksum is worked out from at a time: the step may not need more memory for it. On a
 # GPU each piece costs some launches, and 50 MB are less there.
@@ -61,10 +62,14 @@ class _WitnessedCall(LiveCall):
     """A recorded call whose own ops stay out of the step's recording."""
 
     def __init__(self, context: Context, scope: Scope, witness: LiveRecording) -> None:
-        super().__init__(context, EVERYTHING, scope)
+        super().__init__(context, EVERYTHING, scope, is_safe=self._is_unwritten)
         assert self.random_state is not None
         self.recorder = _WitnessedRecorder(self._before_write, self.random_state, scope)
         self.recorder.witness = self.witness = witness
+
+    def _is_unwritten(self, tensor: torch.Tensor) -> bool:
+        """Whether the call leaves a tensor alone: what it writes, its next call writes again."""
+        return storage_address(tensor) not in self.recorder.written
 
     def _hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         return torch.autograd.graph.saved_tensors_hooks(*self.witness.around(self._pack, unpack))
