@@ -289,13 +289,13 @@ def test_a_cache_that_is_passed_along_in_training(lab, is_new):
 
 
 def test_calls_with_a_cache_run_by_their_recording(lab):
-    from leanstep.engines.attach import _runners
+    from leanstep.engines.attach import runner_of
 
     decoder = Decoder(lab, lambda index: True)
     case = lab.Case(decoder.make, whole_step=decoder.step)
     model, applied = case.fitted()
     case.train(model, 8)
-    assert _runners[model.blocks[1]].replays[0].reused >= 3
+    assert runner_of(model.blocks[1]).replays[0].reused >= 3
     applied.remove()
 
 

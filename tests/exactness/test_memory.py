@@ -210,3 +210,15 @@ def test_a_replaced_block_and_a_removed_plan_let_go(lab, engine):
     del model, applied
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
+def test_a_fitted_model_goes_when_its_user_lets_go_of_it(lab, engine):
+    case = lab.Case(lambda: lab.stack_of(with_dropout))
+    model, applied = case.fitted(engine)
+    for _ in range(6):
+        lab.mean_square(model, case.batch).backward()
+    gone = [weakref.ref(part) for part in (*model.modules(), *model.parameters())]
+    del model, applied
+    gc.collect()
+    assert not [part() for part in gone if part() is not None]

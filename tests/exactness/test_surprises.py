@@ -110,9 +110,9 @@ def test_a_call_that_has_written_a_list_is_refused(lab):
 
 
 def reused(model):
-    from leanstep.engines.attach import _runners
+    from leanstep.engines.attach import runner_of
 
-    return _runners[model.blocks[0]].replays[0].reused
+    return runner_of(model.blocks[0]).replays[0].reused
 
 
 def test_a_profiler_of_the_user_is_called_and_stays(lab):

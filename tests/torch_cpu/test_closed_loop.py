@@ -270,7 +270,7 @@ def test_a_planned_step_is_timed_where_no_call_of_it_is_recorded(monkeypatch):
     model, batch, loss, optimizer = models.build(NAME, **SIZES)
 
     def num_recorded() -> int:
-        runners = [attach._runners[module] for module in model.modules() if is_attached(module)]
+        runners = [attach.runner_of(module) for module in model.modules() if is_attached(module)]
         return runners[0].rounds.num_recorded if runners else 0
 
     def timed(step, device):

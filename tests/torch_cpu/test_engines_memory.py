@@ -11,6 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import leanstep
+from leanstep.engines.attach import is_attached
+
 
 class Layer(nn.Module):
     def __init__(self) -> None:
@@ -68,3 +71,17 @@ def test_copies_and_pickles_are_of_the_users_class(lab) -> None:
     applied.remove()
     assert type(model.blocks[0]) is Layer
     assert list(model.state_dict()) == list(case.fresh().state_dict())
+
+
+def test_an_instance_of_a_blocks_class_is_a_module_like_any_other(lab) -> None:
+    case = lab.Case(lambda: lab.Stack([Layer(), Layer()]))
+    model, applied = case.fitted()
+    other = lab.Stack([type(block)() for block in model.blocks])
+    other.load_state_dict(model.state_dict())
+
+    fitted = leanstep.fit(other, case.batch, lab.mean_square, budget="95%", verify=False)
+
+    assert not is_attached(model.blocks[0].a) and is_attached(model.blocks[0])
+    fitted.remove()
+    applied.remove()
+    assert not any(map(is_attached, (*model.modules(), *other.modules())))

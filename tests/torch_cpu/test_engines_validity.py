@@ -170,13 +170,13 @@ def test_a_hook_that_replaces_another_is_seen(lab) -> None:
 
 
 def test_alike_calls_run_by_the_recording(lab) -> None:
-    from leanstep.engines.attach import _runners
+    from leanstep.engines.attach import runner_of
 
     case = lab.Case(lambda: lab.stack_of(lambda s, x: s.b(F.gelu(s.a(x)[:, torch.arange(48)]))))
     model, applied = case.fitted()
     case.train(model, 9)
 
-    replayer = _runners[model.blocks[0]].replays[0]
+    replayer = runner_of(model.blocks[0]).replays[0]
 
     assert replayer.reused >= 4
     applied.remove()

@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import leanstep  # noqa: E402
-from leanstep.engines.attach import _runners  # noqa: E402
+from leanstep.engines.attach import runner_of  # noqa: E402
 
 WIDTH = 64
 WIDE = 8 * WIDTH
@@ -95,7 +95,7 @@ def test_a_decoder_that_passes_a_cache_along_runs_by_its_recordings():
     fitted = leanstep.fit(model, batch, budget="80%", verify=False)
     for _ in range(8):
         model(**batch).loss.backward()
-    replays = [_runners[m].replays[0] for m in model.modules() if m in _runners]
+    replays = [runner_of(m).replays[0] for m in model.modules() if runner_of(m)]
     assert replays
     assert all(replay.reused >= 3 for replay in replays)
     fitted.remove()

@@ -1,14 +1,16 @@
 """Put a runtime in front of a module's forward or of its whole call, and take it away again.
 
-The module gets a subclass of its own class; nothing is stored in the module. So its parameters,
-buffers, hooks and `state_dict` are what they were, a deep copy or a pickle is of the original
-class and knows nothing of leanstep, and undoing is setting the class back.
+The module gets a subclass of its own class, and of its own: that holds the runner, which holds the
+modules it runs, so that a model goes with all of this when its user lets go of it. Nothing is
+stored in the module. So its parameters, buffers, hooks and `state_dict` are what they were, a deep
+copy or a pickle is of the original class and knows nothing of leanstep, and undoing is setting the
+class back.
 """
 
 import copyreg
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -18,10 +20,31 @@ from leanstep.eager import never_compiled
 
 Runner = Callable[[torch.nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
-_runners: "weakref.WeakKeyDictionary[torch.nn.Module, Runner]" = weakref.WeakKeyDictionary()
 # By the class that the user gave the module, and the method of it that we stand in front of.
 _subclasses: dict[tuple[type[torch.nn.Module], str], type[torch.nn.Module]] = {}
 _originals: dict[type[torch.nn.Module], type[torch.nn.Module]] = {}
+_PLACE = "_leanstep_place"
+
+
+class _Place:
+    """Whose class it is, and what runs its calls: others may be made of the same class."""
+
+    __slots__ = ("module", "runner")
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = weakref.ref(module)
+        self.runner: Runner | None = None
+
+
+def runner_of(module: torch.nn.Module) -> Runner | None:
+    """What stands in front of a module."""
+    place = _place_of(module)
+    return None if place is None else place.runner
+
+
+def _place_of(module: torch.nn.Module) -> _Place | None:
+    place: _Place | None = getattr(type(module), _PLACE, None)
+    return place if place is not None and place.module() is module else None
 
 
 def attach(module: torch.nn.Module, runner: Runner) -> None:
@@ -31,22 +54,24 @@ def attach(module: torch.nn.Module, runner: Runner) -> None:
     its class for that: there its whole call does, with hooks, and who calls that forward himself
     passes the runner by.
     """
-    if _is_carried(module):
-        _runners[module] = runner
-        return
-    original = original_class(module)
-    kind = original, "__call__" if "forward" in vars(module) else "forward"
-    if kind not in _subclasses:
-        subclass = _make_subclass(*kind)
-        _subclasses[kind], _originals[subclass] = subclass, original
-    _runners[module] = runner
-    _change_class(module, _subclasses[kind])
+    place = _place_of(module)
+    if place is None or not _is_carried(module):
+        original = original_class(module)
+        kind = original, "__call__" if "forward" in vars(module) else "forward"
+        if kind not in _subclasses:
+            _subclasses[kind] = subclass = _make_subclass(*kind)
+            _originals[subclass] = original
+        place = _Place(module)
+        _change_class(module, _derived(_subclasses[kind], {_PLACE: place}))
+    place.runner = runner
 
 
 def detach(module: torch.nn.Module) -> None:
     """Give a module its own class back."""
+    place = _place_of(module)
     _change_class(module, original_class(module))
-    _runners.pop(module, None)
+    if place is not None:
+        place.runner = None
 
 
 def _change_class(module: torch.nn.Module, kind: type[torch.nn.Module]) -> None:
@@ -60,7 +85,7 @@ def _change_class(module: torch.nn.Module, kind: type[torch.nn.Module]) -> None:
 
 def is_attached(module: torch.nn.Module) -> bool:
     """Whether a runner stands in front of the module."""
-    return module in _runners or type(module) in _originals
+    return runner_of(module) is not None
 
 
 def _is_carried(module: torch.nn.Module) -> bool:
@@ -68,13 +93,13 @@ def _is_carried(module: torch.nn.Module) -> bool:
 
     Ours stays below it, and asks for a runner at every call.
     """
-    kind, *above = type(module).__mro__
-    return kind not in _originals and any(base in _originals for base in above)
+    return _PLACE not in vars(type(module))
 
 
 def original_class(module: torch.nn.Module) -> type[torch.nn.Module]:
     """The class the user gave the module."""
-    return _originals.get(type(module), type(module))
+    kind = type(module)
+    return _originals[kind.__mro__[1]] if _PLACE in vars(kind) else kind
 
 
 def can_attach(module: torch.nn.Module) -> bool:
@@ -87,7 +112,7 @@ def _make_subclass(original: type[torch.nn.Module], name: str) -> type[torch.nn.
     def through_runner(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Not before: somebody may have put another one there since.
         run = getattr(original, name)
-        runner = _runners.get(self)
+        runner = runner_of(self)
         if runner is None:
             return run(self, *args, **kwargs)
         return runner(self, run, args, kwargs)
@@ -106,14 +131,10 @@ def _make_subclass(original: type[torch.nn.Module], name: str) -> type[torch.nn.
             return reduced
         return (copyreg._reconstructor, (original, object, None), *reduced[2:])  # type: ignore[attr-defined]
 
-    return type(
-        original.__name__,
-        (original,),
-        {
-            "__module__": original.__module__,
-            "__qualname__": original.__qualname__,
-            "__doc__": original.__doc__,
-            name: never_compiled(through_runner),
-            "__reduce_ex__": reduce,
-        },
-    )
+    return _derived(original, {name: never_compiled(through_runner), "__reduce_ex__": reduce})
+
+
+def _derived(base: type[torch.nn.Module], names: Mapping[str, Any]) -> type[torch.nn.Module]:
+    """A class that goes by the name of its base."""
+    known = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(base.__name__, (base,), {**known, **names})
