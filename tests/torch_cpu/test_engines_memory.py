@@ -85,3 +85,30 @@ def test_an_instance_of_a_blocks_class_is_a_module_like_any_other(lab) -> None:
     fitted.remove()
     applied.remove()
     assert not any(map(is_attached, (*model.modules(), *other.modules())))
+
+
+told = []
+
+
+class Registered(nn.Module):
+    """Keeps its subclasses, and asks each for its name."""
+
+    def __init_subclass__(cls, *, known_as: str, **rest) -> None:
+        super().__init_subclass__(**rest)
+        told.append((known_as, cls))
+
+
+class RegisteredLayer(Registered, known_as="layer"):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer()
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def test_code_that_is_told_of_subclasses_hears_nothing_of_ours(lab) -> None:
+    case = lab.Case(lambda: lab.Stack([RegisteredLayer(), RegisteredLayer()]))
+
+    assert case.differences() == []
+    assert told == [("layer", RegisteredLayer)]

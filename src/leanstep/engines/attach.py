@@ -137,4 +137,10 @@ def _make_subclass(original: type[torch.nn.Module], name: str) -> type[torch.nn.
 def _derived(base: type[torch.nn.Module], names: Mapping[str, Any]) -> type[torch.nn.Module]:
     """A class that goes by the name of its base."""
     known = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(base.__name__, (base,), {**known, **names})
+    names = {**known, **names}
+    if not any("__init_subclass__" in vars(parent) for parent in base.__mro__[:-1]):
+        return type(base.__name__, (base,), names)
+    # The user's code that is told of every subclass, and may keep it, hears nothing of ours.
+    kind = type.__new__(type(base), base.__name__, (torch.nn.Module,), names)
+    kind.__bases__ = (base,)
+    return kind
