@@ -182,6 +182,17 @@ def test_alike_calls_run_by_the_recording(lab) -> None:
     applied.remove()
 
 
+def test_calls_that_draw_run_by_the_recording(lab) -> None:
+    from leanstep.engines.attach import runner_of
+
+    case = lab.Case(lambda: lab.stack_of(lambda s, x: s.b(F.dropout(s.a(x), 0.1))))
+    model, applied = case.fitted()
+    case.train(model, 9)
+
+    assert runner_of(model.blocks[0]).replays[0].reused >= 4
+    applied.remove()
+
+
 def test_what_an_import_runs_is_not_taken_for_the_block_s_code(tmp_path, monkeypatch) -> None:
     (tmp_path / "leanstep_lazy.py").write_text("def made():\n    return 1\n\nNUMBER = made()\n")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -67,9 +67,13 @@ def is_torch(module_name: str) -> bool:
     return module_name == "torch" or module_name.startswith("torch.")
 
 
+def _is_ours(module_name: str) -> bool:
+    return module_name.startswith(_OURS) and not module_name.startswith(_USER_LIKE)
+
+
 def is_users(module_name: str) -> bool:
     """Whether a module is neither torch's, nor ours, nor Python's."""
-    if module_name.startswith(_OURS) and not module_name.startswith(_USER_LIKE):
+    if _is_ours(module_name):
         return False
     root = module_name.partition(".")[0]
     # Python writes the constructors of named tuples, and they say what they are given.
@@ -108,8 +112,10 @@ class Executed:
             if frame.f_code not in self._known and not _is_called_by_collector(frame):
                 self._see_python(frame)
         elif event == "c_call":
-            # Whoever calls it: NumPy asks a tensor for its values by torch's own Python.
-            self.reads_values |= _reads_values(arg)
+            if _reads_values(arg):
+                # By the user's code, or torch's for NumPy; the recording looks at generators.
+                is_ours = _is_ours(str(frame.f_globals.get("__name__", "")))
+                self.reads_values |= not is_ours
             if frame.f_code in self.codes:
                 self._see_builtin(arg)
 
