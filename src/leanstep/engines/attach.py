@@ -23,6 +23,9 @@ Runner = Callable[[torch.nn.Module, Callable[..., Any], tuple[Any, ...], dict[st
 # By the class that the user gave the module, and the method of it that we stand in front of.
 _subclasses: dict[tuple[type[torch.nn.Module], str], type[torch.nn.Module]] = {}
 _originals: dict[type[torch.nn.Module], type[torch.nn.Module]] = {}
+# The class that a module has while it is planned.
+_classes: "weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[type[torch.nn.Module]]]"
+_classes = weakref.WeakKeyDictionary()
 _PLACE = "_leanstep_place"
 
 
@@ -61,9 +64,22 @@ def attach(module: torch.nn.Module, runner: Runner) -> None:
         if kind not in _subclasses:
             _subclasses[kind] = subclass = _make_subclass(*kind)
             _originals[subclass] = original
-        place = _Place(module)
-        _change_class(module, _derived(_subclasses[kind], {_PLACE: place}))
+        _change_class(module, _class_of_its_own(module, _subclasses[kind]))
+        place = _place_of(module)
+    assert place is not None, "the class was made for this module"
     place.runner = runner
+
+
+def _class_of_its_own(
+    module: torch.nn.Module, base: type[torch.nn.Module]
+) -> type[torch.nn.Module]:
+    """The same one as before, where it is still there: recordings are of modules of a class."""
+    before = _classes.get(module)
+    kind = None if before is None else before()
+    if kind is None or kind.__mro__[1] is not base:
+        kind = _derived(base, {_PLACE: _Place(module)})
+        _classes[module] = weakref.ref(kind)
+    return kind
 
 
 def detach(module: torch.nn.Module) -> None:
