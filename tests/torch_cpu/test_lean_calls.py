@@ -165,6 +165,19 @@ def test_a_loop_that_is_begun_anew_with_a_new_model_begins_a_new_one():
     del loss
 
 
+def test_a_model_is_fitted_after_another_s_first_step_was_interrupted():
+    model, batch, optimizer = calling()
+    leanstep.lean(model, optimizer, budget="60%")
+    loss = model(**batch)
+    other, batch, its_optimizer = calling()
+
+    fitted = leanstep.fit(other, batch, optimizer=its_optimizer, budget="95%")
+
+    assert fitted.verdict.exact
+    fitted.remove()
+    del loss
+
+
 def test_of_two_models_one_is_recorded_after_the_other():
     model, batch, optimizer = calling()
     other, _, its_optimizer = calling()

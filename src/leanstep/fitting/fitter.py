@@ -14,6 +14,7 @@ from leanstep.config import read_config
 from leanstep.engines import Applied
 from leanstep.fitting.attempts import Attempt, rehearsed, verified
 from leanstep.ir import Plan, Profile, Verdict
+from leanstep.lazy.firststep import FirstStep
 from leanstep.owners import Taken, taken_over
 from leanstep.planner.options import check_engine
 from leanstep.ranks.reduction import Reduction, reduce_gradients
@@ -126,6 +127,8 @@ def fit(
     check_budget(budget)
     check_engine(engine)
     find_solver(solver)
+    # A loop that was interrupted in its first step has not told of its end, and would be measured.
+    FirstStep.fail_open_ones()
     make = partial(make_step, model, batch, loss, optimizer, gradients_kept=gradients_kept)
     step = together(make)
     refuse_communicating(model)
