@@ -138,6 +138,39 @@ def test_the_model_is_changed_between_steps(lab, change):
     lab.check_same(case, ways=WAYS, steps=STEPS)
 
 
+def one_more(model):
+    model.insert(4, nn.Linear(len(model[0].bias), len(model[0].bias)).to(model[0].bias.device))
+
+
+def the_last_ones_less(model):
+    del model[-2:]
+
+
+def one_in_the_middle_less(model):
+    del model[4]
+
+
+SEQUENTIAL_CHANGES = [one_more, the_last_ones_less, one_in_the_middle_less]
+
+
+@pytest.mark.parametrize("change", SEQUENTIAL_CHANGES, ids=lambda change: change.__name__)
+def test_a_sequential_gets_longer_or_shorter_between_steps(lab, change):
+    def step(model, optimizer, batch, index):
+        if index == CHANGE_AT:
+            torch.manual_seed(3)
+            change(model)
+        loss = model(batch).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        return [loss]
+
+    def make():
+        pairs = [(nn.Linear(lab.WIDTH, lab.WIDTH), nn.GELU(), nn.Tanh()) for _ in range(4)]
+        return nn.Sequential(*[layer for pair in pairs for layer in pair])
+
+    lab.check_same(lab.Case(make, whole_step=step), ways=WAYS, steps=STEPS)
+
+
 def test_averages_and_copies_beside_the_training(lab):
     def step(model, optimizer, batch, index):
         if index == 0:

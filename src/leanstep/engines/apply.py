@@ -220,6 +220,9 @@ class SequentialRuntime:
         place = 0
         while place < len(names):
             children, runtime = self.starts.get(names[place], ((names[place],), None))
+            if tuple(names[place : place + len(children)]) != children:
+                # Some were taken away since.
+                children, runtime = (names[place],), None
             stretch = [module.get_submodule(name) for name in children]
             if runtime is None:
                 hidden = stretch[0](hidden)
