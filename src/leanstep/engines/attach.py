@@ -109,13 +109,18 @@ def _is_carried(module: torch.nn.Module) -> bool:
 
     Ours stays below it, and asks for a runner at every call.
     """
-    return _PLACE not in vars(type(module))
+    return not is_planned_class(type(module))
+
+
+def is_planned_class(kind: type) -> bool:
+    """Whether a class is ours, made for one module: what it holds is no code of the user's."""
+    return _PLACE in vars(kind)
 
 
 def original_class(module: torch.nn.Module) -> type[torch.nn.Module]:
     """The class the user gave the module."""
     kind = type(module)
-    return _originals[kind.__mro__[1]] if _PLACE in vars(kind) else kind
+    return _originals[kind.__mro__[1]] if is_planned_class(kind) else kind
 
 
 def can_attach(module: torch.nn.Module) -> bool:

@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from leanstep.engines.attach import is_planned_class
+
 # Python of these is taken at its word: what it does follows from what it is given, or from modes
 # of torch that are compared on their own. Of leanstep, only the models are a user's code.
 _OURS = "leanstep."
@@ -291,7 +293,7 @@ class Reach:
 
     def _visit_class(self, kind: type) -> None:
         for parent in kind.__mro__:
-            if is_users(parent.__module__):
+            if is_users(parent.__module__) and not is_planned_class(parent):
                 for name, value in vars(parent).items():
                     self._add(value)
                     if name in self.names or name in _CALLED_BY_TORCH:
