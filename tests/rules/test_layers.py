@@ -63,7 +63,7 @@ MAY_IMPORT = {
     "verifier": RECORDER | {"simulator", "engines"},
     "models": BASE | {"models"},
     "api": STAGES,
-    "fitting": STAGES | {"api", "fitting"},
+    "fitting": STAGES | {"api", "fitting", "lazy"},
     "checkup": PLANNER | RECORDER | {"profiler"},
     "study": STAGES | {"api", "fitting", "models", "study"},
     "cutter": STAGES | {"api"},
