@@ -123,6 +123,19 @@ def original_class(module: torch.nn.Module) -> type[torch.nn.Module]:
     return _originals[kind.__mro__[1]] if is_planned_class(kind) else kind
 
 
+def as_given(module: torch.nn.Module) -> torch.nn.Module:
+    """A module of the class that the user gave this one, with the same attributes.
+
+    Code that is compiled for a block holds for its class, and serves equal blocks.
+    """
+    kind = original_class(module)
+    if kind is type(module) or any(vars(parent).get("__slots__") for parent in kind.__mro__):
+        return module
+    given: torch.nn.Module = object.__new__(kind)
+    object.__setattr__(given, "__dict__", vars(module))
+    return given
+
+
 def can_attach(module: torch.nn.Module) -> bool:
     """Whether the module's forward is found on its class, where we can stand in front of it."""
     scripted = isinstance(module, torch.jit.ScriptModule)

@@ -21,7 +21,7 @@ import torch
 
 from leanstep.eager import is_compiler_loaded
 from leanstep.engines.apart import Dropper, Rebuild
-from leanstep.engines.attach import original_class
+from leanstep.engines.attach import as_given, original_class
 from leanstep.engines.joint import Apart, JointGraph, LostNodeError
 from leanstep.engines.node import short_way
 from leanstep.engines.parking import Keep, Spaces, hooks_of, kept_or_parked
@@ -202,7 +202,7 @@ def subject_of(module: torch.nn.Module, children: tuple[str, ...]) -> tuple[Any,
     """What a compiled call gets in place of `self`, and the function that it runs."""
     if children:
         return tuple(module.get_submodule(name) for name in children), in_turn
-    return module, original_class(module).forward
+    return as_given(module), original_class(module).forward
 
 
 class CompiledBlock:
