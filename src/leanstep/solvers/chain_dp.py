@@ -41,13 +41,14 @@ class ChainDP:
 
     def solve(self, problem: Problem, budget_bytes: int) -> Solution:
         """Look up the fastest answer that fits."""
-        return fastest_of(self._answers(problem), budget_bytes)
+        return fastest_of(self.answers(problem), budget_bytes)
 
     def lowest(self, problem: Problem) -> Solution:
         """Look up the lowest answer."""
-        return lowest_of(self._answers(problem))
+        return lowest_of(self.answers(problem))
 
-    def _answers(self, problem: Problem) -> tuple[Answer, ...]:
+    def answers(self, problem: Problem) -> tuple[Answer, ...]:
+        """The answers to all amounts of memory, but those that another beats."""
         return answers_to(
             problem, f"chain_dp, {self.num_units} units", lambda: self._all_answers(problem)
         )

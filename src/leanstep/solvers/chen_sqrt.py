@@ -29,15 +29,15 @@ class ChenSqrt:
 
     def solve(self, problem: Problem, budget_bytes: int) -> Solution:
         """Use the fastest cut that fits."""
-        return fastest_of(_answers(problem), budget_bytes)
+        return fastest_of(self.answers(problem), budget_bytes)
 
     def lowest(self, problem: Problem) -> Solution:
         """Use the cut with the lowest peak."""
-        return lowest_of(_answers(problem))
+        return lowest_of(self.answers(problem))
 
-
-def _answers(problem: Problem) -> tuple[Answer, ...]:
-    return answers_to(problem, "chen_sqrt", lambda: _all_answers(problem))
+    def answers(self, problem: Problem) -> tuple[Answer, ...]:
+        """Every cut, but those that another beats."""
+        return answers_to(problem, "chen_sqrt", lambda: _all_answers(problem))
 
 
 def _all_answers(problem: Problem) -> list[Answer]:

@@ -8,18 +8,21 @@ function of the budget alone; hence more budget is never slower, and less budget
 
 A call lists the sets that are worth having by themselves. Beside those of other calls, near the
 lowest peak, another may be better. The greedy of µ-TWO picks from all sets, so its plans count
-among the answers: a list that does not depend on the budget.
+among the answers (`rivals.py`): a list that does not depend on the budget. Where the chain is
+cautious, so do those of all other fast solvers: some are judged by exact levels where the chain
+sees none that fits.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from leanstep.solvers.answers import fastest_of, lowest_of
 from leanstep.solvers.base import PICOSECONDS, Call, Choice, Outcome, Problem, Solution
 from leanstep.solvers.chain import chain_of
 from leanstep.solvers.milp import Milp
 from leanstep.solvers.moves import Chain
-from leanstep.solvers.mu_two import MuTwo
 from leanstep.solvers.pareto import Found, fastest, lowest_peak_bytes
+from leanstep.solvers.rivals import rivals
 
 # Answers tried above the budget before taking the one for the budget itself. Beyond that more
 # budget could in rare cases be slower; no recorded model has needed more than a few.
@@ -32,7 +35,7 @@ Picks = tuple[tuple[Call, Choice], ...]
 
 @dataclass(frozen=True, slots=True)
 class Optimal:
-    """Least seconds over all listed choices, runs of calls and greedy plans, proved.
+    """Least seconds over all listed choices, runs of calls and rivals' plans, proved.
 
     Takes tens of milliseconds to seconds for a hundred calls with tens of choices. The default.
     """
@@ -40,15 +43,15 @@ class Optimal:
     name: str = "optimal"
 
     def solve(self, problem: Problem, budget_bytes: int) -> Solution:
-        """Take the fastest of what is listed, or a plan of the greedy's that is faster yet."""
+        """Take the fastest of what is listed, or a rival's plan that is faster yet."""
         listed = self.listed(problem, budget_bytes)
-        greedy = MuTwo().solve(problem, budget_bytes)
-        if not greedy.is_found or (listed.is_found and not _is_faster(problem, greedy, listed)):
+        rival = fastest_of(rivals(problem), budget_bytes)
+        if not rival.is_found or (listed.is_found and not _is_better(problem, rival, listed)):
             return listed
-        seconds = problem.seconds(greedy.picks)
+        seconds = problem.seconds(rival.picks)
         if listed.outcome in (Outcome.OPTIMAL, Outcome.INFEASIBLE):
-            return replace(greedy, outcome=Outcome.OPTIMAL, bound_seconds=seconds)
-        return replace(greedy, bound_seconds=min(listed.bound_seconds, seconds))
+            return replace(rival, outcome=Outcome.OPTIMAL, bound_seconds=seconds)
+        return replace(rival, bound_seconds=min(listed.bound_seconds, seconds))
 
     def listed(self, problem: Problem, budget_bytes: int) -> Solution:
         """Walk the chain; then make sure that nothing faster fits the exact levels."""
@@ -83,8 +86,8 @@ class Optimal:
         return Solution(outcome, best.picks, best.problem, bound_seconds=proved)
 
     def lowest(self, problem: Problem) -> Solution:
-        """Find the lowest peak by bisection, then the least time there; or the greedy's peak."""
-        found = (_lowest_listed(problem), MuTwo().lowest(problem))
+        """Find the lowest peak by bisection, then the least time there; or a rival's peak."""
+        found = (_lowest_listed(problem), lowest_of(rivals(problem)))
         return min(found, key=lambda s: (_peak_bytes(problem, s), problem.picoseconds(s.picks)))
 
 
@@ -95,8 +98,10 @@ def _lowest_listed(problem: Problem) -> Solution:
     return found
 
 
-def _is_faster(problem: Problem, one: Solution, other: Solution) -> bool:
-    return problem.picoseconds(one.picks) < problem.picoseconds(other.picks)
+def _is_better(problem: Problem, one: Solution, other: Solution) -> bool:
+    """Whether one is faster than another, or as fast with a lower peak."""
+    ranks = [(problem.picoseconds(s.picks), _peak_bytes(problem, s)) for s in (one, other)]
+    return ranks[0] < ranks[1]
 
 
 def _enumerated(problem: Problem, budget_bytes: int) -> Solution:

@@ -30,13 +30,14 @@ class Uniform:
 
     def solve(self, problem: Problem, budget_bytes: int) -> Solution:
         """Use the fastest number of segments that fits."""
-        return fastest_of(self._answers(problem), budget_bytes)
+        return fastest_of(self.answers(problem), budget_bytes)
 
     def lowest(self, problem: Problem) -> Solution:
         """Use the number of segments with the lowest peak."""
-        return lowest_of(self._answers(problem))
+        return lowest_of(self.answers(problem))
 
-    def _answers(self, problem: Problem) -> tuple[Answer, ...]:
+    def answers(self, problem: Problem) -> tuple[Answer, ...]:
+        """The answers with each number of segments, but those that another beats."""
         most = max(1, len(problem.calls))
         numbers = range(1, most + 1) if self.segments is None else [min(self.segments, most)]
         return answers_to(
