@@ -9,10 +9,10 @@ from leanstep.errors import BudgetError, PlanError
 from leanstep.ir import Category, Engine, Link, Plan, Profile, Storage
 from leanstep.ir.decision import INPUT
 from leanstep.ir.plan import check_plan
-from leanstep.planner import plan
+from leanstep.planner import plan, plan_in, prepare
 from leanstep.planner.offload import LEAST_SECONDS, capacity_bytes
 from leanstep.simulator import simulate
-from leanstep.testing import Layer, chain_profile
+from leanstep.testing import Layer, chain_profile, random_profile
 
 MIB = 1 << 20
 LAYERS = (Layer(4 * MIB, 2e-3), Layer(16 * MIB, 5e-4), Layer(16 * MIB, 4e-3), Layer(4 * MIB, 1e-3))
@@ -251,3 +251,32 @@ def test_no_solver_proves_more_than_another_reaches(share: str, copy_seconds: fl
 
         best = min(found.extra_seconds for found in plans)
         assert own and all(found.bound_seconds <= best + 1e-12 for found in own)
+
+
+def uneven(seed: int, rate: float, copy_seconds: float) -> Profile:
+    """A chain of random calls, and a link that takes so many of its bytes while forward runs."""
+    found = random_profile(seed, num_blocks=6)
+    made = sum(storage.nbytes for storage in found.graph.storages if storage.birth >= 0)
+    link = Link(rate * made / found.step_seconds, rate * made / found.step_seconds, 1 << 40)
+    return replace(found, link=link, copy_seconds=copy_seconds)
+
+
+@pytest.mark.parametrize(
+    ("seed", "rate", "copy_seconds"), [(0, 1.0, 0.0), (1, 1.0, 1e-3), (2, 3.0, 0.0)]
+)
+def test_more_budget_is_never_slower_and_less_never_higher(
+    seed: int, rate: float, copy_seconds: float
+) -> None:
+    profile = uneven(seed, rate, copy_seconds)
+    space = prepare(profile)
+    with pytest.raises(BudgetError) as refused:
+        plan_in(space, 1)
+    low, high = refused.value.floor_bytes, profile.peak_bytes
+    plans = [plan_in(space, low + (high - low) * place // 16) for place in range(17)]
+
+    assert all(found.peak_bytes <= found.budget_bytes for found in plans)
+    assert any(found.host_bytes for found in plans)
+    seconds = [round(found.extra_seconds, 12) for found in plans]
+    peaks = [found.peak_bytes for found in plans]
+    assert seconds == sorted(seconds, reverse=True)
+    assert peaks == sorted(peaks)

@@ -11,13 +11,13 @@ link that is slower than measured costs time, not memory.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from leanstep.effects import backward_entry, offload_shifts
+from leanstep.effects import backward_entry
 from leanstep.ir import Category, Engine, Link, Offload, Profile
 from leanstep.ir.decision import INPUT
 from leanstep.ir.form import save_key
@@ -25,8 +25,8 @@ from leanstep.planner.option import Option
 from leanstep.planner.options import foreign_readers
 from leanstep.planner.segments import Part
 from leanstep.rebuild.block import BlockGraph
-from leanstep.simulator import shifted, timeline
-from leanstep.solvers.base import Bytes, Call, Choice, Problem, Solution
+from leanstep.simulator import timeline
+from leanstep.solvers.base import Bytes, Choice
 
 # A copy costs the CPU about this long, whatever its size: where there is a choice, it shall keep
 # the link busy as long.
@@ -43,7 +43,7 @@ Seconds = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidate:
+class Candidate:
     """A kept storage, and the positions between which nothing on the device needs it."""
 
     call: int
@@ -55,12 +55,36 @@ class _Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class _Leaving:
-    """A candidate on its way out: the call at whose end it is gone, and from which position on."""
+class _Away:
+    """A copy on the host: the positions where it is gone and back, and what a plan says of it."""
 
-    candidate: _Candidate
-    release_call: int
     gone: int
+    back: int
+    entry: Offload
+
+
+class _Schedule:
+    """When copies go over the link, one after the other; the first out are the last back."""
+
+    def __init__(self, link: Link) -> None:
+        self._out, self._in = SHARE_OF_RATE * link.to_host, SHARE_OF_RATE * link.from_host
+        self._room = int(SHARE_OF_HOST * link.host_bytes)
+        self._free_from, self._free_until = 0.0, np.inf
+
+    def sent(self, candidate: Candidate, made: float) -> float:
+        """When it has left the device, if it may from some time on; never where it has no room."""
+        if candidate.nbytes > self._room:
+            return np.inf
+        return max(self._free_from, made) + candidate.nbytes / self._out
+
+    def asked(self, candidate: Candidate, needed: float) -> float:
+        """The latest time to ask it back, if it is needed at some time."""
+        return min(self._free_until, needed) - candidate.nbytes / self._in
+
+    def add(self, candidate: Candidate, sent: float, asked: float) -> None:
+        """It goes and comes back so."""
+        self._free_from, self._free_until = sent, asked
+        self._room -= candidate.nbytes
 
 
 def capacity_bytes(profile: Profile) -> int:
@@ -75,58 +99,8 @@ def capacity_bytes(profile: Profile) -> int:
     return int(min(by_time, SHARE_OF_HOST * profile.link.host_bytes))
 
 
-def roomier(
-    profile: Profile, problem: Problem, parts: Sequence[Part], share: float, least_seconds: float
-) -> tuple[Problem, Callable[[Solution], Solution]]:
-    """The problem as if each call had moved so much of the link's share to the host at once.
-
-    A call's share is what the link takes while its forward runs. The other thing returned turns a
-    solution of it into one of the problem itself; whether that really fits is another question.
-    """
-    link, most = _link(profile), [(part, part.options.options[0]) for part in parts]
-    own = _Offloader(profile, link, most, least_seconds)
-    # An input is held for replays, be it that autograd does not save it.
-    fewest = [(part, part.options.options[-1]) for part in parts]
-    least = _Offloader(profile, link, fewest, least_seconds)
-    inputs = {one.call: one for one in least.candidates if one.key == INPUT}
-    origins: dict[int, Choice] = {}
-
-    def roomier_call(place: int) -> Call:
-        part, call = parts[place], problem.calls[place]
-        time = own.clock[part.view.block.stop] - own.clock[part.view.block.start]
-        is_last = place == len(parts) - 1
-        room = 0 if is_last else int(share * SHARE_OF_RATE * own.link.to_host * time)
-        movable = [one for one in own.candidates if one.call == place and one.key != INPUT]
-        given = inputs[place].nbytes if place in inputs else 0
-        choices = tuple(
-            _with_room(
-                call, choice, min(room, own.kept_bytes(part, movable, number, choice) + given)
-            )
-            for number, choice in enumerate(call.choices)
-        )
-        origins.update({id(new): old for new, old in zip(choices, call.choices, strict=True)})
-        return replace(call, choices=choices, border_choices=())
-
-    calls = tuple(roomier_call(place) for place in range(len(parts)))
-    by_span = {call.span: call for call in problem.calls}
-
-    def back(solution: Solution) -> Solution:
-        picks = tuple(origins.get(id(pick), pick) for pick in solution.picks)
-        joined = solution.problem and problem.with_calls(
-            by_span.get(call.span, call) for call in solution.problem.calls
-        )
-        return replace(solution, picks=picks, problem=joined)
-
-    return replace(problem, calls=calls), back
-
-
-def _with_room(call: Call, choice: Choice, nbytes: int) -> Choice:
-    deltas = choice.deltas.copy()
-    deltas[call.stop : call.first] -= nbytes
-    return replace(choice, deltas=deltas)
-
-
-def _link(profile: Profile) -> Link:
+def link_of(profile: Profile) -> Link:
+    """The link, where there is one."""
     assert profile.link is not None, "asked only where there is a link"
     return profile.link
 
@@ -138,10 +112,10 @@ def find_offload(
 
     Nothing goes that takes the link less than so many seconds.
     """
-    return _Offloader(profile, _link(profile), picked, least_seconds).fitting(budget_bytes)
+    return Offloader(profile, link_of(profile), picked, least_seconds).fitting(budget_bytes)
 
 
-class _Offloader:
+class Offloader:
     """Find what to move for one selection of options."""
 
     def __init__(self, profile: Profile, link: Link, picked: Picked, least_seconds: float) -> None:
@@ -161,7 +135,7 @@ class _Offloader:
         self.entries = [backward_entry(self.views, place) for place in range(len(self.views))]
 
     def kept_bytes(
-        self, part: Part, movable: Sequence[_Candidate], number: int, choice: Choice
+        self, part: Part, movable: Sequence[Candidate], number: int, choice: Choice
     ) -> int:
         """What a choice keeps and the link could take; each form of compiled code keeps its own."""
         if part.view.block.is_compiled:
@@ -169,91 +143,50 @@ class _Offloader:
             return sum(one.nbytes for one in own if self._is_worth_it(one))
         return sum(one.nbytes for one in movable if one.storage not in choice.dropped)
 
-    def _is_worth_it(self, candidate: _Candidate) -> bool:
+    def _is_worth_it(self, candidate: Candidate) -> bool:
         return candidate.nbytes >= self.least_bytes
 
-    def fitting(self, budget_bytes: int) -> list[tuple[Offload, ...]] | None:
-        """The offloads that bring every level under the budget."""
-        late: set[_Candidate] = set()
-        while True:
-            leaving = self._leaving(budget_bytes, late)
-            if leaving is None:
-                return None
-            fetches = self._fetches(leaving)
-            pairs = zip(leaving, fetches, strict=True)
-            too_late = {one.candidate for one, fetch in pairs if not fetch}
-            if not too_late:
-                break
-            late |= too_late
-        found = self._by_call(leaving, fetches)
-        shifts = (
-            shift
-            for place, own in enumerate(found)
-            for shift in offload_shifts(self.views, place, own)
-        )
-        levels = shifted(self.tops, shifts)
-        return found if int(levels.max()) <= budget_bytes else None
+    def fitting(
+        self, budget_bytes: int, owed: Collection[int] = ()
+    ) -> list[tuple[Offload, ...]] | None:
+        """The first copies that bring every level under the budget, and one of each call owed.
 
-    def _leaving(self, budget_bytes: int, late: set[_Candidate]) -> list[_Leaving] | None:
-        """The copies to the host that suffice, in their order; `late` ones would be back late."""
-        missing = self.tops - budget_bytes
-        rate = SHARE_OF_RATE * self.link.to_host
-        room = int(SHARE_OF_HOST * self.link.host_bytes)
-        free_at, chosen = 0.0, []
+        Which come first does not depend on the budget: more of it needs no more of them.
+        """
+        levels, found = self.tops.copy(), [list[Offload]() for _ in self.views]
+        schedule, last = _Schedule(self.link), {one.call: one for one in self.candidates}
         for candidate in self.candidates:
-            most = int(np.argmax(missing))
-            if missing[most] <= 0:
-                break
-            if candidate in late or candidate.nbytes > room:
+            place, highest = candidate.call, int(np.argmax(levels))
+            is_owed = place in owed and not found[place] and candidate is last[place]
+            if levels[highest] <= budget_bytes and not is_owed:
                 continue
-            done_at = max(free_at, self.clock[self.ends[candidate.call]]) + candidate.nbytes / rate
-            one = self._leaving_at(candidate, done_at)
-            back = self.entries[candidate.call + 1] if one else 0
-            if one is None or not one.gone <= most < back:
+            sent, asked, away = self._away(candidate, schedule)
+            if away is None or not (is_owed or away.gone <= highest < away.back):
                 continue
-            missing[one.gone : back] -= candidate.nbytes
-            free_at, room = done_at, room - candidate.nbytes
-            chosen.append(one)
-        return chosen if int(missing.max()) <= 0 else None
+            levels[away.gone : away.back] -= candidate.nbytes
+            schedule.add(candidate, sent, asked)
+            found[place].append(away.entry)
+        return [tuple(own) for own in found] if int(levels.max()) <= budget_bytes else None
 
-    def _leaving_at(self, candidate: _Candidate, done_at: float) -> _Leaving | None:
-        """The first call at whose end a copy is done; none if that is the last."""
-        for call in range(candidate.call, len(self.views)):
-            if self.clock[self.ends[call]] >= done_at:
-                is_last = candidate.call + 1 == len(self.views)
-                gone = max(self.ends[call], candidate.idle)
-                return None if is_last else _Leaving(candidate, call, gone)
-        return None
-
-    def _fetches(self, leaving: Sequence[_Leaving]) -> list[int]:
-        """How many calls before its own each copy is asked back; 0 where it would be late."""
-        rate = SHARE_OF_RATE * self.link.from_host
-        order = sorted(range(len(leaving)), key=lambda i: -leaving[i].candidate.needed)
-        fetches, start = [0] * len(leaving), np.inf
-        for number in order:
-            one = leaving[number].candidate
-            deadline = min(start, float(self.clock[one.needed]))
-            start = deadline - one.nbytes / rate
-            for call in range(one.call + 1, len(self.views)):
-                if self.clock[self.entries[call]] <= start and self.entries[call] < one.needed:
-                    fetches[number] = call - one.call
-                    break
-            else:
-                start = deadline
-        return fetches
-
-    def _by_call(
-        self, leaving: Sequence[_Leaving], fetches: Sequence[int]
-    ) -> list[tuple[Offload, ...]]:
-        found: list[list[Offload]] = [[] for _ in self.views]
-        for one, fetch in zip(leaving, fetches, strict=True):
-            own = one.candidate
-            release = one.release_call - own.call
-            found[own.call].append(Offload(own.key, own.nbytes, release, fetch))
-        return [tuple(own) for own in found]
+    def _away(self, candidate: Candidate, schedule: _Schedule) -> tuple[float, float, _Away | None]:
+        """When a candidate leaves and is asked back; None where no call ends or begins in time."""
+        place, needed = candidate.call, candidate.needed
+        sent = schedule.sent(candidate, self.clock[self.ends[place]])
+        asked = schedule.asked(candidate, self.clock[needed])
+        after = range(place + 1, len(self.views))
+        at_end = (n for n in (place, *after) if self.clock[self.ends[n]] >= sent)
+        release = next(at_end, None)
+        entries = self.entries
+        in_time = (n for n in after if self.clock[entries[n]] <= asked and entries[n] < needed)
+        fetch = next(in_time, None)
+        if release is None or fetch is None:
+            return sent, asked, None
+        entry = Offload(candidate.key, candidate.nbytes, release - place, fetch - place)
+        gone = max(self.ends[release], candidate.idle)
+        return sent, asked, _Away(gone, entries[fetch], entry)
 
     @functools.cached_property
-    def candidates(self) -> list[_Candidate]:
+    def candidates(self) -> list[Candidate]:
         """The kept storages that only their own call needs: by calls, the largest of each first.
 
         Few copies are cheaper than many.
@@ -261,15 +194,17 @@ class _Offloader:
         readers = foreign_readers(self.views)
         found = []
         for call, (part, option) in enumerate(self.picked):
-            if option.engine is Engine.MODULE or option.drops_border:
+            if option.engine in (Engine.UNTOUCHED, Engine.MODULE) or option.drops_border:
                 continue
             kept = _kept(part.view, option, call)
             own = [one for one in kept if one.storage not in readers and self._is_worth_it(one)]
             own += filter(self._is_worth_it, self._inputs(call))
             found += sorted(own, key=lambda one: -one.nbytes)
-        return found
+        # What is late even on an empty link never goes.
+        empty = _Schedule(self.link)
+        return [one for one in found if self._away(one, empty)[-1] is not None]
 
-    def _inputs(self, call: int) -> Iterator[_Candidate]:
+    def _inputs(self, call: int) -> Iterator[Candidate]:
         """The input of a call, where this call alone holds it for backward."""
         (_, option), view = self.picked[call], self.views[call]
         before = self.picked[call - 1][1] if call else None
@@ -284,10 +219,10 @@ class _Offloader:
         storage = view.graph.storages[view.input]
         idle = storage.natural_death + 1
         if is_held and idle < view.first_request and not view.shares_input(self.views):
-            yield _Candidate(call, INPUT, storage.nbytes, idle, view.first_request, view.input)
+            yield Candidate(call, INPUT, storage.nbytes, idle, view.first_request, view.input)
 
 
-def _kept(view: BlockGraph, option: Option, call: int) -> Iterator[_Candidate]:
+def _kept(view: BlockGraph, option: Option, call: int) -> Iterator[Candidate]:
     if option.engine is Engine.INDUCTOR:
         yield from _kept_by_form(view, option, call)
         return
@@ -299,15 +234,15 @@ def _kept(view: BlockGraph, option: Option, call: int) -> Iterator[_Candidate]:
         idle = storage.natural_death + 1
         if idle < view.first_request:
             key = view.storage_key(number)
-            yield _Candidate(call, key, storage.nbytes, idle, view.first_request, number)
+            yield Candidate(call, key, storage.nbytes, idle, view.first_request, number)
 
 
-def _kept_by_form(view: BlockGraph, option: Option, call: int) -> Iterator[_Candidate]:
+def _kept_by_form(view: BlockGraph, option: Option, call: int) -> Iterator[Candidate]:
     """What a compiled call saves in one of its forms."""
     idle, needed = view.block.stop, view.first_request
     for number, nbytes in enumerate(option.forms[1].saves):
         if nbytes:
-            yield _Candidate(call, save_key(number), nbytes, idle, needed)
+            yield Candidate(call, save_key(number), nbytes, idle, needed)
 
 
 def _scale(profile: Profile) -> float:

@@ -6,10 +6,10 @@ from leanstep.errors import BudgetError
 from leanstep.ir import Timeline
 from leanstep.ir.exclusion import left_out
 from leanstep.planner.lower import effects
-from leanstep.planner.offload import capacity_bytes
+from leanstep.planner.offload import LEAST_SECONDS, capacity_bytes
 from leanstep.planner.overrides import Rule
 from leanstep.planner.space import Space, prepared
-from leanstep.planner.with_host import with_more_room
+from leanstep.planner.with_host import with_the_host
 from leanstep.simulator import peak_op, timeline
 from leanstep.solvers.base import Solver
 
@@ -54,7 +54,7 @@ def _lower_floor(space: Space, solver: Solver, too_little_bytes: int, floor_byte
         if floor_bytes - low <= FLOOR_TOLERANCE * floor_bytes:
             break
         middle = (low + floor_bytes) // 2
-        if with_more_room(space, solver, middle, 0.0) is not None:
+        if with_the_host(space, solver, middle, LEAST_SECONDS) is not None:
             floor_bytes = middle
         else:
             low = middle

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from leanstep.ir import Block, Profile
 from leanstep.ir.blocks import Sequentials
 from leanstep.planner.listing import listed
-from leanstep.planner.option import CallOptions
+from leanstep.planner.option import CallOptions, Option
 from leanstep.planner.options import OptionFinder
 from leanstep.planner.overrides import Rule
 from leanstep.planner.problem import Layers
+from leanstep.planner.replay_options import hooked
 from leanstep.rebuild.block import BlockGraph, views_of
 from leanstep.rebuild.recipes import usable_recipes
-from leanstep.solvers.base import Call, Problem
+from leanstep.solvers.base import Call, Choice, Problem
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,6 +68,11 @@ class Parts:
             assert block is not None, "a solver joins only where it may"
             self._runs[start, stop] = self._part(self._view(block), (start, stop))
         return self._runs[start, stop]
+
+    def hook(self, part: Part) -> tuple[Option, Choice]:
+        """How a call keeps everything with hooks in place, so that some of it can be moved."""
+        option = hooked(self.profile, part.view)
+        return option, self._layers.choice(option)
 
     def _view(self, block: Block) -> BlockGraph:
         recipes = usable_recipes(self.profile, block, exact=self._exact)

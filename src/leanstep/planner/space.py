@@ -4,21 +4,19 @@ Made once for a profile, and asked for many budgets. A step whose loss can be co
 two: one for each way.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from leanstep.chunks import find_loss, in_chunks
 from leanstep.ir import Kind, LossInChunks, Profile
 from leanstep.ir.exclusion import left_out
-from leanstep.planner.offload import roomier
 from leanstep.planner.option import CallOptions, Option
 from leanstep.planner.options import check_engine, check_profiled
 from leanstep.planner.overrides import Rule, parse_rules, unmet
+from leanstep.planner.rooms import Rooms, with_rooms
 from leanstep.planner.segments import Part, Parts
 from leanstep.rebuild.block import BlockGraph
 from leanstep.solvers.base import Choice, Problem, Solution, Solver
-
-Roomier = tuple[Problem, Callable[[Solution], Solution]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +35,7 @@ class Space:
     exact: bool = True
     loss: LossInChunks | None = None
     # Worked out once for all budgets: each takes as long as a plan.
-    _rooms: dict[tuple[float, float], Roomier] = field(default_factory=dict, repr=False)
+    _rooms: dict[float, Rooms] = field(default_factory=dict, repr=False)
     _chunked: "list[Space | None]" = field(default_factory=list, repr=False)
 
     @property
@@ -68,12 +66,13 @@ class Space:
         """What the loss takes longer than in the recorded step."""
         return 0.0 if self.loss is None else self.loss.extra_seconds
 
-    def roomier(self, share: float, least_seconds: float) -> Roomier:
-        """The problem with so much of what the link could move gone to the host."""
-        key = share, least_seconds
-        if key not in self._rooms:
-            self._rooms[key] = roomier(self.profile, self.problem, self.parts.alone, *key)
-        return self._rooms[key]
+    def roomier(self, least_seconds: float) -> Rooms:
+        """The problem as if what the link could move were gone to the host."""
+        if least_seconds not in self._rooms:
+            self._rooms[least_seconds] = with_rooms(
+                self.profile, self.problem, self.parts.alone, self.parts.hook, least_seconds
+            )
+        return self._rooms[least_seconds]
 
     @property
     def views(self) -> tuple[BlockGraph, ...]:
@@ -96,6 +95,16 @@ class Space:
         parts = [self.parts.run(*call.span) for call in problem.calls]
         pairs = zip(parts, solution.picks, strict=True)
         return [(part, _option(part, pick)) for part, pick in pairs]
+
+    def picked_in(self, rooms: Rooms, solution: Solution) -> list[tuple[Part, Option]]:
+        """The same for a solution of the problem with more room."""
+        calls = (solution.problem or rooms.problem).calls
+        found = []
+        for call, pick in zip(calls, solution.picks, strict=True):
+            part = self.parts.run(*call.span)
+            hooked = rooms.hooked.get(id(pick))
+            found.append((part, hooked or _option(part, rooms.original.get(id(pick), pick))))
+        return found
 
     @property
     def notes(self) -> list[str]:

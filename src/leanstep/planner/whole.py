@@ -95,12 +95,7 @@ def _plan_in(space: Space, budget_bytes: int, solver: Solver, *, offload: bool) 
     solution = solver.solve(space.problem, budget_bytes)
     answer = Answer(solution, space.picked(solution)) if solution.is_found else None
     if offload and (answer is None or answer.extra_seconds):
-        other = with_the_host(space, solver, budget_bytes, LEAST_SECONDS)
-        if other and (answer is None or other.extra_seconds < answer.extra_seconds):
-            answer = other
-    if offload and answer is None:
-        # Many small copies are better than none.
-        answer = with_the_host(space, solver, budget_bytes, 0.0)
+        answer = with_the_host(space, solver, budget_bytes, LEAST_SECONDS, answer)
     if answer is None:
         return None
     found = lower(
