@@ -1,8 +1,11 @@
 """No other solver finds what the default one refuses, or is faster."""
 
+from dataclasses import replace
+
 import pytest
 
 from leanstep.errors import BudgetError
+from leanstep.ir import Link
 from leanstep.planner import plan_in, prepare
 from leanstep.solvers.optimal import Optimal
 from leanstep.solvers.registry import CURVED, find_solver
@@ -32,3 +35,12 @@ def test_what_another_solver_finds_is_neither_refused_nor_beaten(seed):
     with pytest.raises(BudgetError) as refused:
         plan_in(space, low - 1)
     assert refused.value.floor_bytes == low
+
+
+def test_nor_is_it_refused_where_only_the_host_makes_room():
+    profile = dag_profile(0, num_blocks=14, most_ops=20, is_ordered=False, is_sequential=True)
+    space = prepare(replace(profile, link=Link(1.35e7, 1.08e7, 8_000_000)))
+    budget = 1_440_000
+
+    assert plan_in(space, budget, solver="mu_two").host_bytes
+    assert plan_in(space, budget).peak_bytes <= budget

@@ -77,7 +77,8 @@ def with_the_host(
         best = _moved_lowest(space, low, budget_bytes, least_seconds, best)
     most = 0 if alone else lowest[0].picoseconds
     if alone is None and (best is None or best.picoseconds > most):
-        for low in lowest:
+        solvers = _asked(space, solver, is_short=True)
+        for low in (_lowest(space, one) for one in solvers):
             if low.picoseconds >= most:
                 best = _moved_lowest(space, low, budget_bytes, 0.0, best)
         for one in solvers:
@@ -90,10 +91,12 @@ def _lowest(space: Space, solver: Solver) -> Answer:
     return Answer(solution, space.picked(solution))
 
 
-def _asked(space: Space, solver: Solver) -> tuple[Solver, ...]:
-    """The solver, and with the default one all others where that takes little."""
-    is_alone = not isinstance(solver, Optimal) or len(space.problem.calls) > FEW_CALLS
-    return (solver,) if is_alone else (solver, *RIVALS, KeepAll())
+def _asked(space: Space, solver: Solver, *, is_short: bool = False) -> tuple[Solver, ...]:
+    """The solver; with the default one all others, where that takes little or memory is short."""
+    is_alone = len(space.problem.calls) > FEW_CALLS and not is_short
+    if is_alone or not isinstance(solver, Optimal):
+        return (solver,)
+    return (solver, *RIVALS, KeepAll())
 
 
 def _faster(one: Answer | None, other: Answer | None) -> Answer | None:
