@@ -81,9 +81,7 @@ def lower(
             *_block_notes(profile, picked),
             *notes,
             *_inexact_notes(profile, found),
-            *_mode_notes(profile),
-            *profile.company,
-            *(profile.notes if profile.estimated else ()),
+            *_profile_notes(profile),
         ),
         peak=planned,
         unplanned_peak=unplanned,
@@ -115,13 +113,16 @@ def _with_offload(
     ]
 
 
-def _mode_notes(profile: Profile) -> Iterator[str]:
-    """That a model was handed over in the mode in which `from_pretrained` returns it."""
+def _profile_notes(profile: Profile) -> Iterator[str]:
+    """What the profile itself says: the model's mode, who else is at work, what was estimated."""
     if "" in profile.model.evaluating:
+        # As `from_pretrained` returns it.
         yield (
             "the model was in eval mode, and the budget holds for that: to train in train mode, "
             "call model.train() before fit"
         )
+    yield from profile.company
+    yield from profile.notes if profile.estimated else ()
 
 
 def _block_notes(profile: Profile, picked: Sequence[tuple[Part, Option]]) -> Iterator[str]:
