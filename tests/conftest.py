@@ -1,4 +1,4 @@
-"""What every test starts from: two threads, fixed seeds, a cache of its own."""
+"""What every test starts from: one thread, fixed seeds, a cache of its own."""
 
 import random
 from collections.abc import Iterator
