@@ -29,6 +29,7 @@ from leanstep.recorder.company import Company
 from leanstep.recorder.identity import identity_of
 from leanstep.recorder.signatures import Signatures
 from leanstep.simulator import simulate, static_bytes
+from leanstep.stages import stage
 from leanstep.step.seconds import StepTime, forward_waits_for_cpu, median_step_time
 from leanstep.step.state import untouched
 from leanstep.step.training import Loss, TrainingStep, make_step
@@ -87,7 +88,8 @@ def profile(
         _check_ranks(model, device, ranks)
     if device is not None:
         source = _source(model, batch, loss, optimizer)
-        return estimated_profile(source, device, gradients_kept=gradients_kept, ranks=ranks)
+        with stage(f"profiling for {device}"):
+            return estimated_profile(source, device, gradients_kept=gradients_kept, ranks=ranks)
     if not isinstance(model, torch.nn.Module):
         raise InputError(
             f"model is {type(model).__name__}, not a torch.nn.Module: "
@@ -95,7 +97,8 @@ def profile(
         )
     step = make_step(model, batch, loss, optimizer, gradients_kept=gradients_kept)
     refuse_fitted(model)
-    return profile_for(step, engine, exact=exact)
+    with stage(f"profiling {type(model).__name__}"):
+        return profile_for(step, engine, exact=exact)
 
 
 def _check_ranks(model: torch.nn.Module | Factory, device: str | None, ranks: int) -> None:
@@ -133,7 +136,7 @@ def profile_for(step: TrainingStep, engine: str, *, exact: bool = True) -> Profi
     draft = profile_compiled(step, recorded, exact=exact)
     applied = engines.apply(step.model, unplanned_plan(draft))
     try:
-        with untouched(step):
+        with stage("timing the compiled step"), untouched(step):
             fits = first_run_fits(step)
             unmeasured = StepTime(draft.step_seconds)
             took = median_step_time(step.run, step.device) if fits else unmeasured
@@ -163,12 +166,14 @@ def profile_step(step: TrainingStep) -> Profile:
     signatures = Signatures()
     with untouched(step):
         # Optimizer state is made at the first step; it must be there before the recorded one.
-        fits = first_run_fits(step)
-        took = median_step_time(step.run, step.device) if fits else StepTime()
+        with stage("timing the step"):
+            fits = first_run_fits(step)
+            took = median_step_time(step.run, step.device) if fits else StepTime()
         resident = resident_bytes(step)
         company = Company()
-        graph = record(step, signatures, attic=None if fits else Attic(), company=company)
-        check_graph(graph)
+        with stage("recording the step"):
+            graph = record(step, signatures, attic=None if fits else Attic(), company=company)
+            check_graph(graph)
         waits = fits and forward_waits_for_cpu(step, took, _num_forward_ops(graph))
         rise = _measured_rise(step, _repeats(graph)) if fits else 0
     draft = assemble(step, graph, signatures, company, took, fits_device=fits)
@@ -307,9 +312,10 @@ def verify(
     check_step(step, plan)
     applied = engines.apply(model, plan)
     try:
-        with applied.paused():
+        with stage("measuring the untouched step"), applied.paused():
             before = look_at_untouched(step, fits_device=_fits(step))
-        return judge(step, applied, before)
+        with stage("measuring the planned step"):
+            return judge(step, applied, before)
     finally:
         applied.remove()
 

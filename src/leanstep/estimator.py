@@ -18,6 +18,7 @@ from leanstep.recorder.company import Company
 from leanstep.recorder.identity import identity_of
 from leanstep.recorder.signatures import Signatures
 from leanstep.simulator import simulate
+from leanstep.stages import stage
 
 
 def estimated_profile(
@@ -37,9 +38,9 @@ def estimated_profile(
         refuse_owners(step.model)
         # Optimizer state is made at the first step; it must be there before the recorded one.
         step.first_run()
-        graph = with_rises(
-            record(step, signatures, ImaginedMeter(), company=company), signatures.specs
-        )
+        with stage("recording the step"):
+            recorded = record(step, signatures, ImaginedMeter(), company=company)
+            graph = with_rises(recorded, signatures.specs)
         model = identity_of(step.model, step.batch)
         # A model that exists has its marks; its stand-in may be a copy, which has none.
         marks = marks_of(source.model if isinstance(source, Ingredients) else step.model)

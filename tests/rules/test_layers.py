@@ -18,7 +18,7 @@ SRC = ROOT / "src"
 PACKAGE = SRC / "leanstep"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
-BASE = {"errors", "units"}
+BASE = {"errors", "units", "stages"}
 IR = BASE | {"ir"}
 REBUILD = IR | {"rebuild"}
 SIMULATOR = REBUILD | {"effects", "chunks", "simulator"}
@@ -36,6 +36,7 @@ STAGES = (
 MAY_IMPORT = {
     "errors": BASE,
     "units": BASE,
+    "stages": {"stages"},
     "ir": IR,
     "rebuild": REBUILD,
     "effects": REBUILD | {"effects"},

@@ -245,6 +245,29 @@ def test_a_factory_of_the_current_folder_is_fitted_and_verified(target):
     assert leanstep.Plan.load("plan.json").changed
 
 
+def test_a_person_at_a_terminal_reads_what_fit_is_doing(monkeypatch, folder):
+    monkeypatch.setenv("LEANSTEP_CACHE_DIR", str(folder / "cache"))
+    said = []
+    monkeypatch.setattr("leanstep.stages._draw", said.append)
+
+    done = run("fit", "users_train:make", "--batch", 2048, "--budget", "80%", "--json")
+
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)
+    stages = list(dict.fromkeys(texts[1] for texts in said if len(texts) == 2))
+    names = [name for name in stages if not name.startswith(("timing ops", "again"))]
+    assert names == [
+        "timing the step",
+        "recording the step",
+        "measuring the untouched step",
+        "planning",
+        "dry run",
+        "measuring the planned step",
+    ]
+    assert any(name.startswith("timing ops (1 of ") for name in stages)
+    assert said[-1] == ()
+
+
 def test_the_demo_trains_the_same_losses(monkeypatch):
     for name, value in (("_MODEL", "gpt2-tiny"), ("_SEQ", 32), ("_BUDGET", "95%")):
         monkeypatch.setattr(sys.modules["leanstep.cli.demo"], name, value)

@@ -4,7 +4,7 @@ import typer
 
 import leanstep
 from leanstep.cli.options import Force, Json, OutputPath
-from leanstep.cli.output import Output, progress
+from leanstep.cli.output import Output
 
 _MODEL, _BATCH, _SEQ, _BUDGET = "gpt2-mini", 4, 256, "60%"
 
@@ -17,12 +17,11 @@ def demo(as_json: Json = False, output: OutputPath = None, force: Force = False)
     out = Output(as_json, output, force)
     from leanstep.models import build, train
 
-    with progress(f"fitting {_MODEL}"):
-        plain = train(build(_MODEL, batch=_BATCH, seq=_SEQ))
-        built = build(_MODEL, batch=_BATCH, seq=_SEQ)
-        model, batch, loss, optimizer = built
-        fitted = leanstep.fit(model, batch, loss, optimizer=optimizer, budget=_BUDGET)
-        lean = train(built)
+    plain = train(build(_MODEL, batch=_BATCH, seq=_SEQ))
+    built = build(_MODEL, batch=_BATCH, seq=_SEQ)
+    model, batch, loss, optimizer = built
+    fitted = leanstep.fit(model, batch, loss, optimizer=optimizer, budget=_BUDGET)
+    lean = train(built)
     assert fitted.verdict is not None, "fit verifies unless it is told not to"
     out.deliver(fitted.verdict, str(fitted), saved=fitted.plan)
     if not as_json:

@@ -24,7 +24,7 @@ from leanstep.cli.options import (
     Solver,
     Target,
 )
-from leanstep.cli.output import Output, progress, say_written
+from leanstep.cli.output import Output, say_written
 from leanstep.cli.source import Source
 
 Takeover = Annotated[
@@ -76,23 +76,22 @@ def fit(
         _refuse_both(context)
     source = Source(target, batch, seq, image, autocast, optimizer, device)
     model, data, loss, update = source.ingredients()
-    with progress(f"fitting {target}"):
-        if config is not None:
-            fitted = leanstep.from_config(model, config, batch=data, loss=loss, optimizer=update)
-        else:
-            fitted = leanstep.fit(
-                model,
-                data,
-                loss,
-                optimizer=update,
-                budget=budget,
-                solver=solver,
-                engine=engine,
-                offload=offload,
-                chunks=chunks,
-                exact=exact,
-                takeover=takeover,
-            )
+    if config is not None:
+        fitted = leanstep.from_config(model, config, batch=data, loss=loss, optimizer=update)
+    else:
+        fitted = leanstep.fit(
+            model,
+            data,
+            loss,
+            optimizer=update,
+            budget=budget,
+            solver=solver,
+            engine=engine,
+            offload=offload,
+            chunks=chunks,
+            exact=exact,
+            takeover=takeover,
+        )
     verdict = fitted.verdict
     out.deliver(verdict or fitted.plan, str(fitted), saved=fitted.plan)
     if page.path is not None:

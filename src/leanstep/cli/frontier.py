@@ -19,7 +19,7 @@ from leanstep.cli.options import (
     Seq,
     TargetOrRun,
 )
-from leanstep.cli.output import Output, progress
+from leanstep.cli.output import Output
 from leanstep.cli.source import Source
 
 
@@ -44,12 +44,10 @@ def frontier(
     """Show the extra time under each budget, for every solver; without host memory."""
     out = Output(as_json, output, force)
     known = Source(target, batch, seq, image, autocast, optimizer, device, ranks).profile(engine)
-    with progress("planning", points * len(solver) if solver else None) as done:
-        found = leanstep.frontier(
-            known,
-            solvers=solver or None,
-            points=points,
-            engine=engine,
-            watch=lambda point: done(point.solver),
-        )
+    found = leanstep.frontier(
+        known,
+        solvers=solver or None,
+        points=points,
+        engine=engine,
+    )
     out.deliver(found)

@@ -21,7 +21,7 @@ from leanstep.cli.options import (
     StudyBudget,
     Target,
 )
-from leanstep.cli.output import Output, progress
+from leanstep.cli.output import Output
 from leanstep.cli.source import Source
 
 
@@ -50,18 +50,16 @@ def max_batch(
     """
     out = Output(as_json, output, force)
     source = Source(target, None, seq, image, autocast, optimizer, device)
-    with progress(target) as done:
-        found = leanstep.max_batch(
-            source.target(),
-            budget=budget,
-            device=source.imagined,
-            max_slowdown=max_slowdown,
-            solver=solver,
-            engine=engine,
-            offload=offload,
-            exact=exact,
-            watch=lambda trial: done(f"batch {trial.batch} tried"),
-        )
+    found = leanstep.max_batch(
+        source.target(),
+        budget=budget,
+        device=source.imagined,
+        max_slowdown=max_slowdown,
+        solver=solver,
+        engine=engine,
+        offload=offload,
+        exact=exact,
+    )
     out.deliver(found)
     if not found.planned_batch:
         raise typer.Exit(leanstep.BudgetError.exit_code)

@@ -1,8 +1,5 @@
-"""Where results go: a table or JSON on standard output, a file; progress on standard error."""
+"""Where results go: a table or JSON on standard output, a file."""
 
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -49,26 +46,3 @@ class Output:
 def say_written(path: Path) -> None:
     """Tell the person at the terminal, not the program that reads the output."""
     typer.echo(f"wrote {path}", err=True)
-
-
-@contextmanager
-def progress(what: str, total: int | None = None) -> Iterator[Callable[[str], None]]:
-    """Show work on standard error, if that is a terminal; call what comes with each part done."""
-    # rich draws from Python's generator as it is imported.
-    state = random.getstate()
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    random.setstate(state)
-    console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    # Drawn seldom: steps are being timed meanwhile.
-    with Progress(
-        *columns,
-        console=console,
-        transient=True,
-        refresh_per_second=2,
-        disable=not console.is_terminal,
-    ) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda done: bar.update(task, advance=1, description=f"{what}: {done}")

@@ -20,7 +20,7 @@ from leanstep.cli.options import (
     Solver,
     TargetOrRun,
 )
-from leanstep.cli.output import Output, progress
+from leanstep.cli.output import Output
 from leanstep.cli.source import Source
 
 
@@ -50,14 +50,13 @@ def plan(
     out = Output(as_json, output, force)
     source = Source(target, batch, seq, image, autocast, optimizer, device, ranks)
     known = source.profile(engine, exact=exact)
-    with progress("planning"):
-        found = leanstep.plan(
-            known,
-            budget,
-            solver=solver,
-            engine=engine,
-            offload=offload,
-            chunks=chunks,
-            exact=exact,
-        )
+    found = leanstep.plan(
+        known,
+        budget,
+        solver=solver,
+        engine=engine,
+        offload=offload,
+        chunks=chunks,
+        exact=exact,
+    )
     out.deliver(found)

@@ -8,7 +8,7 @@ import typer
 
 import leanstep
 from leanstep.cli.options import Force
-from leanstep.cli.output import Output, progress, say_written
+from leanstep.cli.output import Output, say_written
 from leanstep.cli.source import existing
 
 
@@ -41,8 +41,7 @@ def report(
     """
     Output(as_json, output, force)
     results = [leanstep.load(existing(run)) for run in runs]
-    with progress("planning for every budget" if output.suffix == ".html" else "drawing"):
-        leanstep.report(results, output, figure=figure)
+    leanstep.report(results, output, figure=figure)
     if as_json:
         shown = [type(result).__name__ for result in results]
         written = {"file": str(output), "num_bytes": output.stat().st_size, "shows": shown}

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 import leanstep
-from leanstep.cli.output import progress
 
 if TYPE_CHECKING:
     from leanstep.models import Target
@@ -66,15 +65,12 @@ class Source:
             return self._read()
         if self.ranks is not None and not self.imagined:
             raise typer.BadParameter("--ranks needs an estimated device, such as --device h200")
-        with progress(f"profiling {self.text}"):
-            if self.imagined:
-                return leanstep.profile(
-                    self.target(), device=self.imagined, engine=engine, ranks=self.ranks
-                )
-            model, batch, loss, optimizer = self.ingredients()
+        if self.imagined:
             return leanstep.profile(
-                model, batch, loss, optimizer=optimizer, engine=engine, exact=exact
+                self.target(), device=self.imagined, engine=engine, ranks=self.ranks
             )
+        model, batch, loss, optimizer = self.ingredients()
+        return leanstep.profile(model, batch, loss, optimizer=optimizer, engine=engine, exact=exact)
 
     def _read(self) -> leanstep.Profile:
         sizes = (self.batch, self.seq, self.image, self.ranks)

@@ -21,7 +21,7 @@ from leanstep.cli.options import (
     StudyBudget,
     Target,
 )
-from leanstep.cli.output import Output, progress
+from leanstep.cli.output import Output
 from leanstep.cli.source import Source
 
 
@@ -54,18 +54,16 @@ def sweep(
     out = Output(as_json, output, force)
     batches = None if batch is None else _numbers(batch)
     source = Source(target, None, seq, image, autocast, optimizer, device)
-    with progress(target, len(batches) if batches else None) as done:
-        found = leanstep.sweep(
-            source.target(),
-            batches,
-            budget=budget,
-            device=source.imagined,
-            solver=solver,
-            engine=engine,
-            offload=offload,
-            exact=exact,
-            watch=lambda trial: done(f"batch {trial.batch}"),
-        )
+    found = leanstep.sweep(
+        source.target(),
+        batches,
+        budget=budget,
+        device=source.imagined,
+        solver=solver,
+        engine=engine,
+        offload=offload,
+        exact=exact,
+    )
     out.deliver(found)
     if found.largest_planned is None:
         raise typer.Exit(leanstep.BudgetError.exit_code)

@@ -6,7 +6,7 @@ of it left unused, or a device that waits for the CPU, with what was learned.
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +17,7 @@ from leanstep.engines import Applied
 from leanstep.errors import BudgetError, MeasureError, VerifyError
 from leanstep.ir import Exclusion, Plan, Profile, Verdict
 from leanstep.planner.corrections import with_cpu_seconds, with_missed_bytes, without_wasted_bytes
+from leanstep.stages import stage
 from leanstep.step.training import TrainingStep
 from leanstep.truth import return_cached
 from leanstep.units import format_bytes
@@ -66,7 +67,8 @@ def verified(step: TrainingStep, recorded: Profile, plan_for: PlanFor) -> Attemp
         # The measured step knows what the account left out.
         attempt.applied.remove()
         known = with_missed_bytes(attempt.profile, attempt.judged)
-        attempt = _judged(step, known, before, plan_for)
+        with stage("again, as the measured peak is above the budget"):
+            attempt = _judged(step, known, before, plan_for)
         if attempt.judged.within_budget:
             break
     return attempt
@@ -84,7 +86,8 @@ def _with_more_bytes(
     def is_better(second: Attempt) -> bool:
         return second.plan.extra_seconds < before_seconds
 
-    return _tried(step, first, before, known, plan_for, is_better)
+    with stage("again, as some of the budget was left"):
+        return _tried(step, first, before, known, plan_for, is_better)
 
 
 def _with_less_waiting(
@@ -103,14 +106,16 @@ def _with_less_waiting(
         # Each by its own race with the untouched step: the machine may be another by now.
         return second.judged.slowdown < verdict.slowdown
 
-    return _tried(step, first, before, known, plan_for, is_better)
+    with stage("again, as the device waits for the CPU"):
+        return _tried(step, first, before, known, plan_for, is_better)
 
 
 def _look_at_unplanned(step: TrainingStep, recorded: Profile) -> Look:
     """A look at the untouched step; where blocks are compiled, at the step with these unplanned."""
     applied = engines.apply(step.model, unplanned_plan(recorded)) if recorded.is_compiled else None
     try:
-        return look_at_untouched(step, fits_device=recorded.fits_device)
+        with stage("measuring the untouched step"):
+            return look_at_untouched(step, fits_device=recorded.fits_device)
     finally:
         if applied is not None:
             applied.remove()
@@ -144,21 +149,25 @@ def _tried(
 
 def rehearsed(step: TrainingStep, recorded: Profile, plan_for: PlanFor) -> Attempt:
     """Plan, and plan around all that a dry run cannot do: blocks that do not repeat, the loss."""
+    again: AbstractContextManager[None] = nullcontext()
     while True:
-        applied = engines.apply(step.model, plan_for(recorded))
+        with again:
+            applied = engines.apply(step.model, plan_for(recorded))
         return_cached(step.device)
         try:
-            with _taken_back_on_error(applied):
+            with stage("dry run"), _taken_back_on_error(applied):
                 failed = _failed(step, applied)
         except (RuntimeError, TypeError) as error:
             if applied.plan.loss is None:
                 raise
             # If it was something else, it comes again.
             recorded = replace(recorded, whole_loss=f"the step then raised {error!r}")
+            again = stage("again, as the step raised with the loss in chunks")
             continue
         if not failed and applied.has_met_loss:
             return Attempt(recorded, applied)
         applied.remove()
+        again = stage("again, around what the dry run could not do")
         recorded = replace(recorded, exclusions=(*recorded.exclusions, *failed))
         if not applied.has_met_loss:
             recorded = replace(recorded, whole_loss="no call of it was seen that could be")
@@ -185,12 +194,13 @@ def _judged(step: TrainingStep, recorded: Profile, before: Look, plan_for: PlanF
             raise
     reason = "in chunks it had other bits on this device"
     recorded = replace(attempt.profile, whole_loss=reason)
-    return _measured(step, rehearsed(step, recorded, plan_for), before)
+    with stage("again, as the loss in chunks has other bits"):
+        return _measured(step, rehearsed(step, recorded, plan_for), before)
 
 
 def _measured(step: TrainingStep, attempt: Attempt, before: Look) -> Attempt:
     return_cached(step.device)
-    with _taken_back_on_error(attempt.applied):
+    with stage("measuring the planned step"), _taken_back_on_error(attempt.applied):
         verdict = judge(step, attempt.applied, before)
         if verdict.different and not verdict.inexact_allowed:
             raise VerifyError(verdict.different)

@@ -30,6 +30,7 @@ from leanstep.recorder.identity import identity_of
 from leanstep.reporters import render, render_html, report
 from leanstep.solvers.base import Solver
 from leanstep.solvers.registry import find_solver
+from leanstep.stages import stage
 from leanstep.step.training import Loss, TrainingStep, make_step
 from leanstep.units import check_budget, parse_budget
 
@@ -147,9 +148,10 @@ def fit(
         try_plans = verified if verify else rehearsed
 
         def fit_here() -> Attempt:
-            recorded = profile_for(step, engine, exact=exact)
-            budget_bytes = _budget_bytes(budget, step, recorded)
-            return try_plans(step, recorded, lambda known: make_plan(known, budget_bytes))
+            with stage(f"fitting {type(model).__name__}"):
+                recorded = profile_for(step, engine, exact=exact)
+                budget_bytes = _budget_bytes(budget, step, recorded)
+                return try_plans(step, recorded, lambda known: make_plan(known, budget_bytes))
 
         fitted = _fit_on_rank_0(model, fit_here)
     return replace(fitted, taken=taken)

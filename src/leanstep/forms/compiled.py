@@ -18,7 +18,7 @@ from leanstep.forms.pointwise import pointwise_again
 from leanstep.forms.trial import Figures, Trial
 from leanstep.ir import Engine, Exclusion, Form, Kind, Profile
 from leanstep.ir.form import without_beaten
-from leanstep.profiler.measure import progress
+from leanstep.stages import each
 from leanstep.step.state import untouched
 from leanstep.step.training import TrainingStep
 from leanstep.torch_private.compiler import recompile_limit
@@ -51,7 +51,7 @@ def profile_compiled(step: TrainingStep, eager: Profile, *, exact: bool) -> Prof
         kinds: list[Kind] = []
         kind_of: dict[int, int] = {}
         exclusions: list[Exclusion] = []
-        for sighting in progress(sightings, "compiling blocks"):
+        for sighting in each(sightings, "compiling blocks"):
             try:
                 kind = _kind(sighting, step.device, effort, exact)
             except (CaptureError, LostNodeError, MeasureError) as error:

@@ -37,6 +37,7 @@ from leanstep.recorder.identity import identity_of
 from leanstep.reporters.terminal import render
 from leanstep.solvers.base import Solver
 from leanstep.solvers.registry import find_solver
+from leanstep.stages import stage
 from leanstep.step.training import make_step
 from leanstep.torch_private.autograd import in_backward, saving_hooks_are_set
 from leanstep.torch_private.modules import MODULE_CALL_CODE
@@ -254,8 +255,9 @@ class Lean:
         assert first is not None
         self._stop_watching()
         try:
-            profile = self.profile = together(first.finish)
-            self.plan = shared_plan(lambda: self._make_plan(profile))
+            with stage(f"fitting {type(self.model).__name__} from its first step"):
+                profile = self.profile = together(first.finish)
+                self.plan = shared_plan(lambda: self._make_plan(profile))
         except BaseException:
             first.abandon()
             self._taken.give_back()

@@ -3,12 +3,13 @@
 import torch
 
 from leanstep.models.build import Built
+from leanstep.stages import stage
 
 
 def train(built: Built, *, steps: int = 5, seed: int = 7) -> list[float]:
     """Train for a few steps, with draws from `seed`, and return the losses."""
     model, batch, loss, optimizer = built
-    with torch.random.fork_rng():
+    with stage("training"), torch.random.fork_rng():
         torch.manual_seed(seed)
         losses = []
         for _ in range(steps):

@@ -16,6 +16,7 @@ import torch
 
 from leanstep.errors import InputError
 from leanstep.models.build import build, check_known, names
+from leanstep.stages import stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,8 @@ class Target:
             if mesh is None:
                 raise InputError(f"{self.text} shards its model over a mesh: say how many --ranks")
             options["mesh"] = mesh
-        made = self.function(**options)
+        with stage(f"making {self.text}"):
+            made = self.function(**options)
         if not isinstance(made, tuple | list) or len(made) < 2:
             raise InputError(
                 f"{self.text} returns {type(made).__name__}: a factory returns a tuple of model, "

@@ -11,6 +11,7 @@ from leanstep.planner.bounds import bound_seconds, relaxed_seconds
 from leanstep.planner.space import Space, prepare
 from leanstep.solvers.base import Outcome, Solution, Solver
 from leanstep.solvers.registry import CURVED, find_solver
+from leanstep.stages import each, stage
 
 
 def frontier(
@@ -35,17 +36,18 @@ def frontier(
     check_kind(profile, Profile)
     if points < 2:
         raise InputError(f"points={points} is too few: a curve has at least 2")
-    space = prepare(profile, engine, overrides)
     asked = [find_solver(name) for name in (CURVED if solvers is None else solvers)]
-    floors = {solver.name: space.floor_bytes(solver) for solver in asked}
-    low = min(floors.values(), default=profile.peak_bytes)
-    high = max(low, space.problem.peak_bytes(space.problem.kept))
-    budgets = [high - (high - low) * place // (points - 1) for place in range(points)]
-    found = []
-    for point in _points(space, asked, budgets):
-        found.append(point)
-        if watch is not None:
-            watch(point)
+    with stage("planning for every budget"):
+        space = prepare(profile, engine, overrides)
+        floors = {solver.name: space.floor_bytes(solver) for solver in asked}
+        low = min(floors.values(), default=profile.peak_bytes)
+        high = max(low, space.problem.peak_bytes(space.problem.kept))
+        budgets = [high - (high - low) * place // (points - 1) for place in range(points)]
+        found = []
+        for point in _points(space, asked, budgets):
+            found.append(point)
+            if watch is not None:
+                watch(point)
     return Frontier(
         unplanned_peak_bytes=profile.peak_bytes,
         step_seconds=profile.step_seconds,
@@ -76,7 +78,7 @@ def _points(
     # What one solver has proved about a budget holds for the others: it is worked out once.
     bounds: dict[int, float] = {}
     for solver in asked:
-        for budget_bytes in budgets:
+        for budget_bytes in each(budgets, solver.name):
             start = time.perf_counter()
             answers = [(own, solver.solve(own.problem, budget_bytes)) for own in space.both]
             seconds = time.perf_counter() - start

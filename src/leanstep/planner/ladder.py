@@ -18,6 +18,7 @@ from leanstep.planner.whole import plan_in
 from leanstep.simulator import memory_curve
 from leanstep.solvers.base import Solver
 from leanstep.solvers.registry import find_solver
+from leanstep.stages import each, stage
 
 _GROWING = (Category.ACTIVATION, Category.INPUT, Category.TEMPORARY)
 
@@ -44,7 +45,8 @@ def ladder(
     found_solver = find_solver(solver)
     evenly = _budgets(space, found_solver, rungs)
     budgets = {*evenly, *(own for own in also if evenly[-1] < own < evenly[0])}
-    plans = list(_plans(space, sorted(budgets, reverse=True), solver, offload=offload))
+    with stage("planning for every budget"):
+        plans = list(_plans(space, sorted(budgets, reverse=True), solver, offload=offload))
     found = [_rung(plan) for plan in plans]
     return Ladder(
         solver=found_solver.name,
@@ -65,7 +67,7 @@ def _plans(
     space: Space, budgets: Sequence[int], solver: str | Solver, *, offload: bool
 ) -> Iterator[Plan]:
     """A plan for each budget that the solver can meet: a heuristic misses some above its floor."""
-    for budget_bytes in budgets:
+    for budget_bytes in each(budgets, "budget"):
         try:
             found = plan_in(space, budget_bytes, solver=solver, offload=offload)
         except BudgetError:

@@ -15,6 +15,7 @@ from leanstep.planner.with_host import Answer, with_the_host
 from leanstep.simulator import simulate
 from leanstep.solvers.base import Outcome, Solution, Solver
 from leanstep.solvers.registry import find_solver
+from leanstep.stages import stage
 from leanstep.units import parse_budget
 
 
@@ -51,8 +52,9 @@ def plan(
     check_kind(profile, Profile)
     find_solver(solver)
     budget_bytes = parse_budget(budget, unplanned_peak_bytes=profile.peak_bytes)
-    space = prepare(profile, engine, overrides, exact=exact)
-    return plan_in(space, budget_bytes, solver=solver, offload=offload, chunks=chunks)
+    with stage("planning"):
+        space = prepare(profile, engine, overrides, exact=exact)
+        return plan_in(space, budget_bytes, solver=solver, offload=offload, chunks=chunks)
 
 
 def plan_in(

@@ -5,12 +5,10 @@ no work and are not timed. An op that refuses made-up inputs (an index out of ra
 priced by the bytes it moves, and the profile says so.
 """
 
-import random
-import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -18,9 +16,8 @@ from leanstep.ir import Cost, Fact
 from leanstep.profiler.cache import CostCache
 from leanstep.recorder.facts import op_info
 from leanstep.recorder.signatures import CallSpec, TensorSpec
+from leanstep.stages import each
 from leanstep.torch_private.tensors import tree_leaves
-
-Item = TypeVar("Item")
 
 # Parts of names of operators that read numbers of a meaning of their own.
 _RISKY = ("linalg", "lu_", "ldl", "cholesky", "ctc_loss", "segment_reduce", "packed", "quantize")
@@ -54,7 +51,8 @@ def measure(
     ]
     # A guess is not for the disk: there it would pass for a measurement from the next run on.
     guesses: dict[CallSpec, float] = {}
-    for spec in progress(missing, "timing ops"):
+    what = "timing ops again, as the machine was busy" if again else "timing ops"
+    for spec in each(missing, what):
         try:
             _refuse_risky(spec)
             seconds = _seconds(spec, device)
@@ -90,20 +88,6 @@ def _refuse_risky(spec: CallSpec) -> None:
 
 def _known(spec: CallSpec, cache: CostCache, guesses: dict[CallSpec, float]) -> float:
     return guesses[spec] if spec in guesses else cache.seconds(spec)
-
-
-def progress(items: Sequence[Item], description: str) -> Iterable[Item]:
-    """The items, with a bar on a terminal."""
-    if not items or not sys.stderr.isatty():
-        return items
-    # Loaded late, and with care: rich draws from Python's generator as it is imported.
-    state = random.getstate()
-    from rich.console import Console
-    from rich.progress import track
-
-    random.setstate(state)
-    console = Console(stderr=True)
-    return track(items, description=description, console=console, transient=True)
 
 
 def _seconds(spec: CallSpec, device: torch.device) -> float:

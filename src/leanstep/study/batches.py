@@ -10,6 +10,7 @@ from leanstep.models import Target, find_target
 from leanstep.planner.options import check_engine
 from leanstep.profiler.devices import find_device
 from leanstep.solvers.registry import find_solver
+from leanstep.stages import stage
 from leanstep.study.isolation import alone, can_travel
 from leanstep.study.search import largest
 from leanstep.study.trials import Conditions, Maker
@@ -37,7 +38,8 @@ class Trials:
     def __call__(self, batch: int) -> Trial:
         """Try a batch size, or return what came of it."""
         if batch not in self._done:
-            self._done[batch] = self._conditions.trial(batch)
+            with stage(f"batch {batch}"):
+                self._done[batch] = self._conditions.trial(batch)
             if self._watch is not None:
                 self._watch(self._done[batch])
         return self._done[batch]
