@@ -15,7 +15,7 @@ from leanstep.step.outcome import (
     run_for_outcome,
     widened,
 )
-from leanstep.step.seconds import StepTime, step_time
+from leanstep.step.seconds import StepTime, median_time, step_time
 from leanstep.step.state import untouched
 from leanstep.step.training import TrainingStep
 from leanstep.truth import Peak, has_expandable_segments, measured_peak, resident_bytes
@@ -86,8 +86,7 @@ def race(
                 before.append(StepTime(applied.plan.step_seconds))
             step.run()
             after.append(_unrecorded_time(step, applied))
-    middle = rounds // 2
-    return sorted(before)[middle], sorted(after)[middle]
+    return median_time(before), median_time(after)
 
 
 def _unrecorded_time(step: TrainingStep, applied: Applied) -> StepTime:
@@ -134,6 +133,8 @@ def judge(step: TrainingStep, applied: Applied, before: Look) -> Verdict:
         measured_reserved_bytes=after.peak.reserved_bytes,
         expandable_segments=has_expandable_segments(step.device),
         issue_seconds=measured.issue_seconds,
+        baseline_spread_seconds=baseline.spread_seconds,
+        measured_spread_seconds=measured.spread_seconds,
         beyond_tolerance=tuple(name for name, (far, most) in apart.items() if not far <= most),
     )
 

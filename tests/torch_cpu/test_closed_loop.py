@@ -1,6 +1,7 @@
 """What a measured step teaches: a budget that was wasted or missed is planned for again."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -284,3 +285,23 @@ def test_a_planned_step_is_timed_where_no_call_of_it_is_recorded(monkeypatch):
 
     assert fitted.plan.changed and num_recorded()
     assert fitted.verdict.measured_seconds == fitted.verdict.baseline_seconds == 1.0
+
+
+def test_the_verdict_says_how_far_the_repeats_of_a_step_were_apart(monkeypatch):
+    # The untouched step and the planned one in turns: a machine that others use meanwhile.
+    times = itertools.cycle([1.0, 2.0, 1.1, 6.0, 1.5, 3.0])
+
+    def timed(step, device):
+        step()
+        return StepTime(next(times))
+
+    monkeypatch.setattr(verifier, "step_time", timed)
+    monkeypatch.setattr(verifier, "_unrecorded_time", lambda step, _: timed(step.run, step.device))
+    model, batch, loss, optimizer = models.build(NAME, **SIZES)
+
+    fitted = leanstep.fit(model, batch, loss, optimizer=optimizer, budget="80%")
+
+    verdict = fitted.verdict
+    assert (verdict.baseline_seconds, verdict.measured_seconds) == (1.1, 3.0)
+    assert (verdict.baseline_spread_seconds, verdict.measured_spread_seconds) == (0.5, 4.0)
+    assert "step times are uncertain" in str(fitted)

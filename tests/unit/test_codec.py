@@ -90,6 +90,17 @@ def test_values_and_enums_come_back_as_what_they_were(tmp_path: Path) -> None:
     assert Plan.load(tmp_path / "plan.json").decisions[0].engine is Engine.REPLAY
 
 
+def test_a_verdict_from_before_its_times_had_a_spread_is_read(tmp_path: Path) -> None:
+    whole = json.loads(VERDICT.to_json())
+    for name in ("baseline_spread_seconds", "measured_spread_seconds"):
+        del whole["content"][name]
+    (tmp_path / "old.json").write_text(json.dumps(whole))
+
+    old = Verdict.load(tmp_path / "old.json")
+
+    assert old == VERDICT and not old.has_uncertain_time
+
+
 def test_the_file_is_one_line_of_plain_ascii(tmp_path: Path) -> None:
     PLAN.save(tmp_path / "plan.json")
 

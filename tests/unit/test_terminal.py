@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from leanstep.ir import Plan, Profile, Verdict
 from leanstep.planner import plan as make_plan
+from leanstep.reporters.summary import summarise
 from leanstep.reporters.terminal import render
 from leanstep.simulator import simulate
 from leanstep.testing import Layer, chain_profile
@@ -102,3 +103,29 @@ def test_a_timeline_prints_its_peak_by_category_and_its_time():
         *format_bytes(profile.peak_bytes).split(),
     ]
     assert "  activation" in said and "run again" not in said and "Category" not in said
+
+
+def test_repeats_of_a_step_that_are_far_apart_are_told_in_the_table_and_on_the_page():
+    profile, plan, verdict = fitted()
+    busy = replace(verdict, baseline_spread_seconds=0.05, measured_spread_seconds=0.029)
+
+    said = " ".join(render(profile, plan, busy).split())
+
+    sentence = (
+        "step times are uncertain: repeats of the untouched step were 20.0% apart, of the planned "
+        "one 10.0%"
+    )
+    assert sentence in said
+    notes = summarise(profile, plan, busy, None, None).notes
+    assert any(sentence in note for note in notes)
+
+
+def test_repeats_that_are_near_each_other_need_no_word():
+    profile, plan, verdict = fitted()
+    calm = replace(verdict, baseline_spread_seconds=0.02, measured_spread_seconds=0.02)
+
+    for quiet in (verdict, calm):
+        assert "uncertain" not in render(profile, plan, quiet)
+        assert not any(
+            "uncertain" in note for note in summarise(profile, plan, quiet, None, None).notes
+        )

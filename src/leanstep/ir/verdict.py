@@ -12,6 +12,9 @@ _MUCH_WASTED = 0.1
 _MOSTLY = 0.85
 _MUCH_SLOWER = 1.05
 
+# The share of a step's time beyond which the distance of its repeats is worth a word.
+_FAR_APART = 0.1
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict(Saved):
@@ -34,6 +37,9 @@ class Verdict(Saved):
     step does not fit. With `expandable_segments` it can use most of the gaps.
 
     `issue_seconds` is what the CPU takes to issue the planned step to a GPU; 0 on a CPU.
+
+    Times are medians of several steps. The spread is what lay between the fastest and the slowest
+    of them; 0 where it was not noted, or nothing was measured.
     """
 
     budget_bytes: int
@@ -58,6 +64,8 @@ class Verdict(Saved):
     measured_reserved_bytes: int = 0
     expandable_segments: bool = False
     issue_seconds: float = 0.0
+    baseline_spread_seconds: float = 0.0
+    measured_spread_seconds: float = 0.0
 
     @property
     def exact(self) -> bool:
@@ -86,3 +94,18 @@ class Verdict(Saved):
         """Whether the planned step is slow because the device waits for what the CPU issues."""
         is_issued_late = self.issue_seconds >= _MOSTLY * self.measured_seconds
         return is_issued_late and self.measured_seconds > _MUCH_SLOWER * self.predicted_seconds
+
+    @property
+    def baseline_spread(self) -> float:
+        """How far the repeats of the untouched step were apart, as a share of its time."""
+        return self.baseline_spread_seconds / max(1e-12, self.baseline_seconds)
+
+    @property
+    def measured_spread(self) -> float:
+        """The same of the planned step."""
+        return self.measured_spread_seconds / max(1e-12, self.measured_seconds)
+
+    @property
+    def has_uncertain_time(self) -> bool:
+        """Whether the repeats were so far apart that the step times should not be relied on."""
+        return max(self.baseline_spread, self.measured_spread) > _FAR_APART

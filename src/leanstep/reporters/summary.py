@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from leanstep.errors import InputError
 from leanstep.ir import Ladder, MaxBatch, Plan, Profile, Sweep, Trial, Verdict
+from leanstep.reporters.terminal import uncertain_time
 from leanstep.units import format_bytes, format_change, format_seconds
 
 GOOD, BAD, PLAIN = "good", "bad", "plain"
@@ -85,7 +86,11 @@ def _of_verdict(verdict: Verdict, plan: Plan | None) -> Summary:
             _prediction_fact(verdict),
             *(() if plan is None else (_gap_fact(plan),)),
         ),
-        notes=(*(() if plan is None else plan.notes), *verdict.assumptions),
+        notes=(
+            *((uncertain_time(verdict),) if verdict.has_uncertain_time else ()),
+            *(() if plan is None else plan.notes),
+            *verdict.assumptions,
+        ),
     )
 
 

@@ -184,6 +184,8 @@ def _closing(plan: Plan, verdict: Verdict | None, unverified: str = _UNVERIFIED)
         yield f"NOT bit-equal to the untouched model: {shown} ({len(verdict.different)} in all)"
     if verdict is not None and not verdict.within_budget:
         yield "OVER BUDGET: the measured peak is above what was asked for"
+    if verdict is not None and verdict.has_uncertain_time:
+        yield uncertain_time(verdict)
     if verdict is not None and verdict.waits_for_cpu:
         yield _launch_advice(verdict)
     if verdict is not None and verdict.wasted_bytes:
@@ -191,6 +193,15 @@ def _closing(plan: Plan, verdict: Verdict | None, unverified: str = _UNVERIFIED)
     yield from plan.notes
     if verdict is not None:
         yield f"measured: {'; '.join(verdict.assumptions)}"
+
+
+def uncertain_time(verdict: Verdict) -> str:
+    """How far the repeats of a step were apart, for a reader who judges the figures by it."""
+    return (
+        f"step times are uncertain: repeats of the untouched step were "
+        f"{format_percent(verdict.baseline_spread)} apart, of the planned one "
+        f"{format_percent(verdict.measured_spread)}; on an idle machine they are worth more"
+    )
 
 
 def _launch_advice(verdict: Verdict) -> str:

@@ -2,8 +2,8 @@
 
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,11 +22,13 @@ _QUEUED_LAUNCHES = 1024
 class StepTime:
     """What a step takes, and how long it takes the CPU to issue it; 0 where it was not measured.
 
-    A CPU issues nothing: it runs the step at once.
+    A CPU issues nothing: it runs the step at once. Of a median, `spread_seconds` lie between the
+    fastest and the slowest of the repeats.
     """
 
     seconds: float = 0.0
     issue_seconds: float = 0.0
+    spread_seconds: float = 0.0
 
 
 def step_time(step: Callable[[], object], device: torch.device) -> StepTime:
@@ -47,7 +49,14 @@ def median_step_time(
     times: list[StepTime] = []
     while len(times) < repeats and sum(one.seconds for one in times) < _ENOUGH_SECONDS:
         times.append(step_time(step, device))
-    return sorted(times)[len(times) // 2]
+    return median_time(times)
+
+
+def median_time(times: Sequence[StepTime]) -> StepTime:
+    """The median of some repeats, and how far they are apart."""
+    ordered = sorted(times)
+    spread_seconds = ordered[-1].seconds - ordered[0].seconds
+    return replace(ordered[len(ordered) // 2], spread_seconds=spread_seconds)
 
 
 def forward_waits_for_cpu(step: TrainingStep, took: StepTime, num_launches: int) -> bool:
