@@ -1,4 +1,4 @@
-"""Look at this machine: versions, devices, solvers, engines, settings of the allocator."""
+"""Look at this machine: versions, devices, solvers, engines, models, the allocator's settings."""
 
 import importlib.util
 import os
@@ -11,6 +11,7 @@ from importlib import metadata
 import torch
 
 from leanstep.ir import Checkup, Finding
+from leanstep.models import names
 from leanstep.profiler.cache import device_name
 from leanstep.profiler.devices import known_devices
 from leanstep.solvers.registry import solver_names
@@ -33,6 +34,7 @@ def doctor() -> Checkup:
             *_devices(has_gpu=has_gpu),
             Finding("planning", "solvers", ", ".join(solver_names())),
             *_engines(has_gpu=has_gpu),
+            Finding("models", "built in", ", ".join(names())),
             *(allocator_findings(os.environ) if has_gpu else ()),
         )
     )

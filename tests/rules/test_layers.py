@@ -65,7 +65,7 @@ MAY_IMPORT = {
     "models": BASE | {"models"},
     "api": STAGES,
     "fitting": STAGES | {"api", "fitting", "lazy"},
-    "checkup": PLANNER | RECORDER | {"profiler"},
+    "checkup": PLANNER | RECORDER | {"profiler", "models"},
     "study": STAGES | {"api", "fitting", "models", "study"},
     "cutter": STAGES | {"api"},
     "lazy": STAGES | {"api", "lazy"},

@@ -15,6 +15,7 @@ def test_the_doctor_names_versions_devices_solvers_and_engines():
     assert facts["devices", "cpu"].startswith("CPU")
     assert "optimal" in facts["planning", "solvers"]
     assert facts["engines", "replay"] == "ready"
+    assert set(facts["models", "built in"].split(", ")) == set(leanstep.models.names())
     assert "h200" in facts["devices", "can be estimated"]
 
 

@@ -92,6 +92,13 @@ def test_all_commands_are_listed():
     assert all(f" {command} " in said for command in COMMANDS)
 
 
+@pytest.mark.parametrize("command", [(), ("plan",), ("fit",)])
+def test_help_says_where_the_built_in_models_are_listed(command):
+    said = run(*command, "--help").stdout.replace("│", " ")
+
+    assert "leanstep doctor lists them" in " ".join(said.split())
+
+
 def test_the_command_line_loads_no_torch_before_it_is_needed():
     program = (
         "import sys; from leanstep.cli import app\n"

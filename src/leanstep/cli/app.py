@@ -66,7 +66,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Example: leanstep plan bert-large --batch 32 --budget 24GiB --device h200",
+    epilog="A TARGET is a model of your own, package.module:factory, or a built-in one: leanstep "
+    "doctor lists them. Example: leanstep plan bert-large --batch 32 --budget 24GiB --device h200",
 )
 
 

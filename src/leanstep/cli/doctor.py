@@ -6,5 +6,5 @@ from leanstep.cli.output import Output
 
 
 def doctor(as_json: Json = False, output: OutputPath = None, force: Force = False) -> None:
-    """Show versions, device, solvers and engines, and settings that waste memory."""
+    """Show versions, device, solvers, engines, built-in models, settings that waste memory."""
     Output(as_json, output, force).deliver(leanstep.doctor())

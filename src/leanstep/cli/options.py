@@ -9,15 +9,16 @@ Target = Annotated[
     str,
     typer.Argument(
         metavar="TARGET",
-        help="A built-in model (resnet152), or package.module:factory, which returns model, batch, "
-        "loss (a function of model and batch) and optimizer.",
+        help="A built-in model (resnet152; leanstep doctor lists them), or package.module:factory, "
+        "which returns model, batch, loss (a function of model and batch) and optimizer.",
     ),
 ]
 TargetOrRun = Annotated[
     str,
     typer.Argument(
         metavar="TARGET|RUN.JSON",
-        help="A built-in model, package.module:factory, or a file that profile wrote.",
+        help="A built-in model (leanstep doctor lists them), package.module:factory, or a file "
+        "that profile wrote.",
     ),
 ]
 Batch = Annotated[int | None, typer.Option("--batch", "-b", help="Rows in the batch.")]
