@@ -18,9 +18,9 @@ import torch
 
 import leanstep
 from leanstep import models
+from leanstep.devices import known_devices
 from leanstep.models.tasks import make_task
 from leanstep.models.transformer import GPT2Sizes
-from leanstep.profiler.devices import known_devices
 
 GIB = 2**30
 

@@ -10,10 +10,10 @@ from importlib import metadata
 
 import torch
 
+from leanstep.devices import known_devices
 from leanstep.ir import Checkup, Finding
 from leanstep.models import names
 from leanstep.profiler.cache import device_name
-from leanstep.profiler.devices import known_devices
 from leanstep.solvers.registry import solver_names
 from leanstep.units import format_bytes
 

@@ -4,12 +4,12 @@ import dataclasses
 
 import torch
 
+from leanstep.devices import find_device
 from leanstep.imagine import Factory, ImaginedMeter, Ingredients, imagined_step, with_rises
 from leanstep.ir import Link, Profile
 from leanstep.ir.check import check_blocks, check_graph
 from leanstep.marks import marks_of
 from leanstep.owners import refuse_owners
-from leanstep.profiler.devices import find_device
 from leanstep.profiler.recipes import estimated
 from leanstep.profiler.roofline import estimate
 from leanstep.recorder import record

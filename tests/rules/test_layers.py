@@ -24,7 +24,7 @@ REBUILD = IR | {"rebuild"}
 SIMULATOR = REBUILD | {"effects", "chunks", "simulator"}
 SOLVERS = SIMULATOR | {"solvers"}
 PLANNER = SOLVERS | {"planner"}
-DEVICE = REBUILD | {"torch_private", "eager", "step", "truth"}
+DEVICE = REBUILD | {"devices", "torch_private", "eager", "step", "truth"}
 RECORDER = DEVICE | {"recorder"}
 STAGES = (
     PLANNER
@@ -62,7 +62,8 @@ MAY_IMPORT = {
     "engines": RECORDER | {"engines", "chunks"},
     "forms": RECORDER | {"condense", "profiler", "engines", "forms"},
     "verifier": RECORDER | {"simulator", "engines"},
-    "models": BASE | {"models"},
+    "devices": BASE | {"devices"},
+    "models": BASE | {"devices", "models"},
     "api": STAGES,
     "fitting": STAGES | {"api", "fitting", "lazy"},
     "checkup": PLANNER | RECORDER | {"profiler", "models"},

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import leanstep
 from leanstep import models
+from leanstep.devices import known_devices
 from leanstep.ir import Category, Fact, Phase, Profile
-from leanstep.profiler.devices import known_devices
 from leanstep.rebuild.block import BlockGraph
 
 FLASH = "aten._scaled_dot_product_flash_attention.default"

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from leanstep.devices import Device
 from leanstep.ir import Cost, Fact
-from leanstep.profiler.devices import Device
 from leanstep.recorder.facts import named_arguments, op_info, tensor_arguments, tensors_in
 from leanstep.recorder.signatures import CallSpec, TensorSpec
 from leanstep.torch_private.fake import FakeTensorMode

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from leanstep.devices import find_device
 from leanstep.errors import InputError, UnitError
 from leanstep.ir import MaxBatch, Sweep, Trial
 from leanstep.models import Target, find_target
 from leanstep.planner.options import check_engine
-from leanstep.profiler.devices import find_device
 from leanstep.solvers.registry import find_solver
 from leanstep.stages import stage
 from leanstep.study.isolation import alone, can_travel
