@@ -24,8 +24,12 @@ from leanstep.cli.sweep import sweep
 _GIVEN = "leanstep.arguments"
 
 
+# What typer says of a wrong option; by its place, as its name is not typer's to import from.
+_USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
+
+
 class Commands(TyperGroup):
-    """Shows an error of leanstep's as one sentence, without a traceback.
+    """Shows an error of leanstep's or of typer's as one sentence, without a traceback or a box.
 
     A context is click's, or of the copy of click that typer has from 0.26 on: it has no one type.
     """
@@ -33,7 +37,13 @@ class Commands(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Keep what was typed, for what to type next."""
         ctx.meta[_GIVEN] = tuple(args)
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except _USAGE_ERROR as error:
+            if not args:
+                # It is the help that typer shows then.
+                raise
+            raise _said(error) from error
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""
@@ -45,6 +55,16 @@ class Commands(TyperGroup):
                 again = _with_budget(ctx.meta[_GIVEN], error.floor_bytes)
                 typer.echo(f"to type next: leanstep {shlex.join(again)}", err=True)
             raise typer.Exit(error.exit_code) from error
+        except _USAGE_ERROR as error:
+            raise _said(error) from error
+
+
+def _said(error: Any) -> typer.Exit:
+    """Say what is wrong with the arguments, and return the exit."""
+    is_ours = isinstance(error, typer.BadParameter) and error.param is None
+    text = error.message if is_ours else error.format_message()
+    typer.echo(f"error: {text[:1].lower()}{text[1:]}", err=True)
+    return typer.Exit(error.exit_code)
 
 
 def _with_budget(given: Sequence[str], floor_bytes: int) -> list[str]:

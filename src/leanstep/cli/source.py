@@ -37,25 +37,22 @@ class Source:
         return None if is_here else self.device
 
     def target(self) -> "Target":
-        """What makes model, batch, loss and optimizer, on the device if that is here."""
+        """What makes model, batch, loss and optimizer, on the device if that is not imagined."""
+        found = self._found()
+        return found if self.imagined else found.on(self.device)
+
+    def _found(self) -> "Target":
         if self.is_file:
             raise typer.BadParameter(f"{self.text} is a file: this command runs a model")
         # Loaded late: it needs torch.
         from leanstep.models import find_target
 
         sizes = {"batch": self.batch, "seq": self.seq, "image": self.image}
-        found = find_target(self.text, **sizes, autocast=self.autocast, optimizer=self.optimizer)
-        return found if self.imagined else found.on(self.device)
+        return find_target(self.text, **sizes, autocast=self.autocast, optimizer=self.optimizer)
 
     def ingredients(self) -> tuple[Any, Any, Any, Any]:
         """Model, batch, loss and optimizer; a factory may leave out the last two."""
-        target = self.target()
-        if self.imagined:
-            raise typer.BadParameter(
-                f"--device {self.device} is not here: type leanstep plan {self.text} "
-                f"--device {self.device} for an estimate"
-            )
-        model, batch, *rest = target()
+        model, batch, *rest = self._found().on(self.device)()
         loss, optimizer = (*rest, None, None)[:2]
         return model, batch, loss, optimizer
 

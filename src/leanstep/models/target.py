@@ -14,9 +14,13 @@ from typing import Any
 
 import torch
 
-from leanstep.errors import InputError
+from leanstep.devices import known_devices
+from leanstep.errors import InputError, unknown_name
 from leanstep.models.build import build, check_known, names
 from leanstep.stages import stage
+
+# Where a step can run; other devices are estimated.
+_HERE = ("cpu", "cuda")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,13 @@ class Target:
         """The same on a device that is there; by default a built-in model goes to the GPU."""
         if device is None and not self.is_built_in:
             return self
+        if device is not None and device.partition(":")[0] not in _HERE:
+            if device.lower() not in known_devices():
+                raise unknown_name("device", device, (*_HERE, *known_devices()))
+            raise InputError(
+                f"{device} is not here: type leanstep plan {self.text} --device {device} for an "
+                "estimate"
+            )
         if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
             raise InputError(
                 f"{device} is not here: torch finds no GPU; leave the device out, or name one that "
