@@ -1,5 +1,6 @@
 """The command line, as a person or a program would use it."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -41,6 +42,12 @@ def sharded(mesh):
 
 def number():
     return 3
+
+def broken(batch=512):
+    return beneath(batch)
+
+def beneath(batch):
+    raise KeyError("no such data set")
 
 def of_outputs():
     model, batch, _, optimizer = make()
@@ -249,6 +256,60 @@ def test_a_wrong_word_gets_a_sentence_and_no_traceback(arguments, said, run_json
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ") and said in line
     assert not done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("fit", "users_train:broken"),
+        ("fit", "users_train.py:broken"),
+        ("plan", "users_train:broken", "--device", "h200"),
+        ("sweep", "users_train:broken", "--device", "h200", "--batch", "4", "--budget", "1GiB"),
+    ],
+    ids=" ".join,
+)
+def test_a_factory_that_raises_is_shown_from_its_own_frames_on(arguments):
+    done = run(*arguments)
+
+    assert done.exit_code == 1
+    first, *frames, error = done.stderr.splitlines()
+    assert first == "Traceback (most recent call last):"
+    assert error == "KeyError: 'no such data set'"
+    places = [line for line in frames if line.lstrip().startswith("File ")]
+    assert [line.rpartition(" in ")[2] for line in places] == ["broken", "beneath"]
+    assert all("users_train.py" in line for line in places)
+
+
+@pytest.mark.parametrize(
+    ("text", "last"),
+    [
+        ("raise OSError('no disk')", "OSError: no disk"),
+        (
+            "import nothing_of_the_sort",
+            "ModuleNotFoundError: No module named 'nothing_of_the_sort'",
+        ),
+        ("def make(:", "SyntaxError: invalid syntax"),
+    ],
+)
+@pytest.mark.parametrize("target", ["users_broken:make", "users_broken.py:make"])
+def test_a_module_that_cannot_be_imported_is_shown_without_frames_of_others(target, text, last):
+    Path("users_broken.py").write_text(f"{text}\n")
+
+    done = run("fit", target)
+
+    assert done.exit_code == 1
+    assert done.stderr.splitlines()[-1] == last
+    assert 'users_broken.py", line 1' in done.stderr
+    assert done.stderr.count("File ") == 1
+
+
+def test_an_error_of_leansteps_own_keeps_its_frames(monkeypatch):
+    def fail(*_, **__):
+        raise AssertionError("ours")
+
+    monkeypatch.setattr(importlib.import_module("leanstep.models.build"), "check_known", fail)
+
+    assert isinstance(run("fit", "gpt2-tiny").exception, AssertionError)
 
 
 @pytest.mark.parametrize("target", ["users_train:make", "users_train.py:make"])

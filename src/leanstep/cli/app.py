@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from leanstep import BudgetError, LeanstepError, __version__
+from leanstep.cli.blame import users_error
 from leanstep.cli.demo import demo
 from leanstep.cli.doctor import doctor
 from leanstep.cli.explain import explain
@@ -57,6 +58,12 @@ class Commands(TyperGroup):
             raise typer.Exit(error.exit_code) from error
         except _USAGE_ERROR as error:
             raise _said(error) from error
+        except Exception as error:
+            text = users_error(error)
+            if text is None:
+                raise
+            typer.echo(text, err=True, nl=False)
+            raise typer.Exit(LeanstepError.exit_code) from error
 
 
 def _said(error: Any) -> typer.Exit:
