@@ -12,7 +12,7 @@ import leanstep
 from leanstep.ir import Reading, Sweep, Trial, Verdict
 from leanstep.models import find_target
 from leanstep.planner import frontier, ladder
-from leanstep.units import format_bytes, format_change, format_seconds
+from leanstep.units import format_bytes, format_bytes_up, format_change, format_seconds
 
 pytest.importorskip("plotly", reason="the page needs plotly: pip install leanstep[report]")
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
@@ -164,6 +164,30 @@ def test_every_chart_is_drawn_and_fits_the_width(opened, report_path, width, sch
     assert (sum(map(int, paper[4:-1].split(","))) < 200) is (scheme == "dark")
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     one.page.screenshot(path=SCREENSHOTS / f"report-{width}-{scheme}.png", full_page=True)
+
+
+def test_on_a_wide_page_all_figures_of_the_verdict_stand_in_one_line(opened, report_path) -> None:
+    one = opened(report_path, 1280)
+
+    boxes = [figure.bounding_box() for figure in one.page.locator("#facts > div").all()]
+
+    assert len(boxes) == 5 and len({box["y"] for box in boxes}) == 1
+    assert boxes[-1]["x"] + boxes[-1]["width"] <= 1280
+
+
+@pytest.mark.parametrize("width", [390, 360])
+def test_on_a_telephone_every_link_of_the_navigation_can_be_seen(
+    opened, report_path, width
+) -> None:
+    one = opened(report_path, width)
+
+    links = [link.bounding_box() for link in one.page.locator("nav a:visible").all()]
+
+    assert len(links) == 6
+    assert all(box["x"] >= 0 and box["x"] + box["width"] <= width for box in links)
+    one.page.locator("nav a").first.click()
+    header = one.page.locator("header").bounding_box()
+    assert one.page.locator("#memory-title").bounding_box()["y"] >= header["height"]
 
 
 def test_the_verdict_is_the_first_thing_a_person_reads(opened, report_path, plan) -> None:
@@ -344,8 +368,11 @@ def test_a_report_of_little_says_what_to_type_for_the_rest(opened, profile, plan
 
         said = one.page.locator("section:has(.missing)").evaluate_all("all => all.map(s => s.id)")
         assert set(said) == missing
+        own = format_bytes_up(plan.budget_bytes).replace(" ", "")
+        budget = f"--budget {own if name == 'plan' else 'BUDGET'}"
         for line in one.page.locator(".missing").all_inner_texts():
             assert "leanstep report" in line
+            assert "leanstep sweep" not in line or budget in line
 
 
 def test_bert_large_is_written_fast_small_and_opens_fast(opened, tmp_path) -> None:

@@ -13,6 +13,7 @@ from leanstep.reporters.lifetimes import Lifetimes, lifetimes_of
 from leanstep.reporters.steps import GROUP_OF, GROUPS, Steps, steps_of
 from leanstep.reporters.summary import Summary, summarise
 from leanstep.solvers.registry import CURVED
+from leanstep.units import format_bytes_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +149,7 @@ def report_data(results: Results) -> ReportData:
         "decisions": None if plan is None else rows_of(plan),
         "study": None if study is None else _study(study),
     }
+    how = _how(_budget_bytes(results))
     title, *subtitle = _titles(results)
     return ReportData(
         title=title,
@@ -156,26 +158,31 @@ def report_data(results: Results) -> ReportData:
         budget_bytes=_budget_bytes(results),
         planned=None if plan is None else (plan.peak_bytes, plan.extra_seconds),
         frontier=results.frontier,
-        missing=tuple((name, _HOW[name]) for name, part in parts.items() if part is None),
+        missing=tuple((name, how[name]) for name, part in parts.items() if part is None),
         **parts,  # type: ignore[arg-type]  # each by its name
     )
 
 
 _PROFILE = "leanstep profile TARGET -o run.json, then leanstep report run.json -o report.html"
-_HOW = {
-    "steps": _PROFILE,
-    "lifetimes": _PROFILE,
-    "peaks": _PROFILE,
-    "ladder": _PROFILE,
-    "decisions": (
-        "leanstep plan run.json --budget 60% -o plan.json, then "
-        "leanstep report run.json plan.json -o report.html"
-    ),
-    "study": (
-        "leanstep sweep TARGET --batch 8,16,32,64 --budget 24GiB -o sweep.json, then "
-        "leanstep report run.json sweep.json -o report.html"
-    ),
-}
+
+
+def _how(budget_bytes: int | None) -> dict[str, str]:
+    """What to type for each part that is missing, with the budget that the others have."""
+    budget = None if budget_bytes is None else format_bytes_up(budget_bytes).replace(" ", "")
+    return {
+        "steps": _PROFILE,
+        "lifetimes": _PROFILE,
+        "peaks": _PROFILE,
+        "ladder": _PROFILE,
+        "decisions": (
+            f"leanstep plan run.json --budget {budget or '60%'} -o plan.json, then "
+            "leanstep report run.json plan.json -o report.html"
+        ),
+        "study": (
+            f"leanstep sweep TARGET --batch 8,16,32,64 --budget {budget or 'BUDGET'} -o "
+            "sweep.json, then leanstep report run.json sweep.json -o report.html"
+        ),
+    }
 
 
 def _titles(results: Results) -> Iterator[str]:
