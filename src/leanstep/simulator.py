@@ -4,6 +4,7 @@ The recorded step gives the level at each op; a plan is the sum of the effects o
 (`effects.py`).
 """
 
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -90,15 +91,8 @@ def _with_recipes(profile: Profile, view: BlockGraph, decision: Decision) -> Blo
 
 def timeline(profile: Profile, effects: Sequence[Effect]) -> Timeline:
     """Put the recorded step and the effects together."""
-    graph = profile.graph
     levels = shifted(base_levels(profile), (s for effect in effects for s in effect.shifts))
-    before: dict[int, list[Replay]] = {}
-    for effect in effects:
-        for replay in effect.replays:
-            before.setdefault(replay.position, []).append(replay)
-    points: list[Point] = []
-    for position in range(len(graph.ops) + 1):
-        points.extend(_points(profile, position, int(levels[position]), before.get(position, ())))
+    points = _points(profile, levels.tolist(), effects)
     peak = max(range(len(points)), key=lambda index: points[index].peak_bytes)
     extra_seconds = sum(effect.seconds(profile) for effect in effects)
     return Timeline(
@@ -110,12 +104,19 @@ def timeline(profile: Profile, effects: Sequence[Effect]) -> Timeline:
     )
 
 
-def _points(profile: Profile, position: int, level: int, replays: Sequence[Replay]) -> list[Point]:
-    """What happens at one position: the replays before its op, then the op itself."""
-    points = [_replay_point(profile, replay, level) for replay in replays]
-    if position < len(profile.graph.ops):
-        peak = level + profile.graph.ops[position].rise_bytes
-        points.append(Point(position, False, level, peak, profile.seconds(position), position))
+def _points(profile: Profile, levels: Sequence[int], effects: Sequence[Effect]) -> list[Point]:
+    """What happens at every position: the replays before its op, then the op itself."""
+    before: dict[int, list[Replay]] = {}
+    for effect in effects:
+        for replay in effect.replays:
+            before.setdefault(replay.position, []).append(replay)
+    seconds = [cost.seconds for cost in profile.costs]
+    points: list[Point] = []
+    for at, (op, level) in enumerate(zip((*profile.graph.ops, None), levels, strict=True)):
+        points += [_replay_point(profile, replay, level) for replay in before.get(at, ())]
+        if op is not None:
+            peak = level + op.rise_bytes
+            points.append(Point(at, False, level, peak, seconds[op.cost], at))
     return points
 
 
@@ -134,9 +135,7 @@ def base_levels(profile: Profile) -> npt.NDArray[np.int64]:
     """The live bytes at the start of each op of the untouched step, and at its end."""
     # Columns, not shifts: planning asks for it again and again.
     storages, num_levels = profile.graph.storages, len(profile.graph.ops) + 1
-    births = np.fromiter((storage.birth for storage in storages), np.int64, len(storages))
-    deaths = np.fromiter((storage.death for storage in storages), np.int64, len(storages))
-    nbytes = np.fromiter((storage.nbytes for storage in storages), np.int64, len(storages))
+    births, deaths, nbytes = map(_numbers, profile.graph.columns[-3:])
     changes = np.zeros(num_levels + 1, dtype=np.int64)
     np.add.at(changes, np.minimum(births + 1, num_levels), nbytes)
     np.subtract.at(changes, np.minimum(deaths + 1, num_levels), nbytes)
@@ -169,7 +168,34 @@ def shifted(levels: npt.NDArray[np.int64], shifts: Iterable[Shift]) -> npt.NDArr
 
 def rises(graph: Graph) -> npt.NDArray[np.int64]:
     """How far the level rises inside each op."""
-    return np.array([op.rise_bytes for op in graph.ops] + [0], dtype=np.int64)
+    return np.append(_numbers(graph.columns.rises), 0)
+
+
+def op_seconds(profile: Profile) -> npt.NDArray[np.float64]:
+    """What each op of the untouched step takes."""
+    costs = np.array([cost.seconds for cost in profile.costs])
+    return costs[_numbers(profile.graph.columns.costs)]
+
+
+def _numbers(column: "array[int]") -> npt.NDArray[np.int64]:
+    return np.frombuffer(column, dtype=np.int64) if column else np.zeros(0, dtype=np.int64)
+
+
+def by_position(
+    profile: Profile, effects: Sequence[Effect]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """The highest level at each position, and the seconds there: a timeline's points in short.
+
+    At the end of the step only what runs again counts.
+    """
+    levels = shifted(base_levels(profile), (s for effect in effects for s in effect.shifts))
+    tops, seconds = levels + rises(profile.graph), np.append(op_seconds(profile), 0.0)
+    tops[-1] = 0
+    for replay in (replay for effect in effects for replay in effect.replays):
+        at = replay.position
+        tops[at] = max(tops[at], levels[at] + replay.peak_bytes)
+        seconds[at] += replay.seconds(profile)
+    return tops, seconds
 
 
 def _breakdown(
@@ -180,9 +206,11 @@ def _breakdown(
     totals = dict.fromkeys(Category, 0)
     # Slack is below zero where the account was seen to be too high.
     totals[Category.OTHER] = max(0, profile.other_bytes + profile.slack_bytes)
-    for storage in profile.graph.storages:
-        if storage.is_live(position):
-            totals[storage.category] += storage.nbytes
+    births, deaths, _ = map(_numbers, profile.graph.columns[-3:])
+    for number in np.flatnonzero((births < position) & (position <= deaths)).tolist():
+        storage = profile.graph.storages[number]
+        # It may be emptied there.
+        totals[storage.category] += storage.nbytes if storage.is_live(position) else 0
     for effect in effects:
         for shift in effect.shifts:
             if shift.start <= position < shift.stop:

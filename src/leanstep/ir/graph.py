@@ -7,6 +7,7 @@ storage. Views write nothing and make no value: whoever reads a view reads its s
 """
 
 import functools
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -172,6 +173,16 @@ class Block:
         return block_name(self.path, self.children, self.occurrence)
 
 
+class Columns(NamedTuple):
+    """Numbers of all ops and of all storages, to reckon with at once: planning asks often."""
+
+    rises: "array[int]"
+    costs: "array[int]"
+    births: "array[int]"
+    deaths: "array[int]"
+    nbytes: "array[int]"
+
+
 @dataclass(frozen=True)
 class Graph:
     """Every op of the step, every storage it touched, everything autograd saved.
@@ -211,6 +222,17 @@ class Graph:
                 for value in op.writes:
                     versions[value.storage] = max(versions[value.storage], value.version)
         return tuple(versions)
+
+    @functools.cached_property
+    def columns(self) -> Columns:
+        """The numbers of its ops and storages, in their order."""
+        return Columns(
+            array("q", (op.rise_bytes for op in self.ops)),
+            array("q", (op.cost for op in self.ops)),
+            array("q", (storage.birth for storage in self.storages)),
+            array("q", (storage.death for storage in self.storages)),
+            array("q", (storage.nbytes for storage in self.storages)),
+        )
 
     @functools.cached_property
     def saves_per_storage(self) -> Counter[int]:

@@ -1,14 +1,14 @@
 """The predicted memory and time of a step under a plan."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from leanstep.ir.graph import Category
 from leanstep.ir.text import table
 from leanstep.units import format_bytes, format_seconds
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
+class Point(NamedTuple):
     """One op of the planned step; `replayed` marks an op that runs a second time.
 
     `live_bytes` is the level at the op's start, `peak_bytes` the highest level inside it. It runs

@@ -25,7 +25,7 @@ from leanstep.planner.option import Option
 from leanstep.planner.options import foreign_readers
 from leanstep.planner.segments import Part
 from leanstep.rebuild.block import BlockGraph
-from leanstep.simulator import timeline
+from leanstep.simulator import by_position, op_seconds
 from leanstep.solvers.base import Bytes, Choice
 
 # A copy costs the CPU about this long, whatever its size: where there is a choice, it shall keep
@@ -122,13 +122,9 @@ class Offloader:
         self.profile, self.link, self.picked = profile, link, picked
         self.least_bytes = least_seconds * link.to_host
         self.views = [part.view for part, _ in picked]
-        line = timeline(profile, [option.effect(part.view) for part, option in picked])
-        num_positions = len(profile.graph.ops) + 1
-        self.tops: Bytes = np.zeros(num_positions, dtype=np.int64)
-        seconds = np.zeros(num_positions)
-        for point in line.points:
-            self.tops[point.position] = max(self.tops[point.position], point.peak_bytes)
-            seconds[point.position] += point.seconds
+        found = by_position(profile, [option.effect(part.view) for part, option in picked])
+        self.tops: Bytes = found[0]
+        seconds: Seconds = found[1]
         # When each position is reached.
         self.clock: Seconds = _scale(profile) * (np.cumsum(seconds) - seconds)
         self.ends = [view.block.stop for view in self.views]
@@ -247,5 +243,5 @@ def _kept_by_form(view: BlockGraph, option: Option, call: int) -> Iterator[Candi
 
 def _scale(profile: Profile) -> float:
     """How much longer a step takes than its ops one by one: launches, gaps between kernels."""
-    by_ops = sum(profile.seconds(index) for index in range(len(profile.graph.ops)))
+    by_ops = sum(op_seconds(profile).tolist())
     return profile.step_seconds / by_ops if by_ops else 1.0

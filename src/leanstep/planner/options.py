@@ -103,10 +103,9 @@ def foreign_readers(views: Sequence[BlockGraph]) -> dict[int, set[int]]:
     owner = {number: index for index, view in enumerate(views) for number in view.own_storages}
     readers: dict[int, set[int]] = {}
     for index, view in enumerate(views):
-        for op in view.graph.ops[view.block.start : view.block.stop]:
-            for value in op.reads:
-                if owner.get(value.storage, index) != index:
-                    readers.setdefault(value.storage, set()).add(index)
+        for number in view.read:
+            if owner.get(number, index) != index:
+                readers.setdefault(number, set()).add(index)
     return readers
 
 

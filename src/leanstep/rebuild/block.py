@@ -192,12 +192,15 @@ class BlockGraph:
         if own != (0 if self.input is None else self.graph.saves_per_storage[self.input]):
             return True
         return any(
-            value.storage == self.input
+            self.input in view.read
             for view in views
             if view.block != self.block and self.input not in view.own_storages
-            for op in self.graph.ops[view.block.start : view.block.stop]
-            for value in op.reads
         )
+
+    @functools.cached_property
+    def read(self) -> frozenset[int]:
+        """The storages that ops of the call read."""
+        return frozenset(value.storage for value in self._read_by(self.block))
 
     @functools.cached_property
     def first_request(self) -> int:
