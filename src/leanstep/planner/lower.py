@@ -33,6 +33,7 @@ def lower(
     notes: Sequence[str] = (),
     solver: str,
     budget_bytes: int,
+    extra_seconds: float,
     bound_seconds: float,
     exact: bool = True,
     offload: Sequence[tuple[Offload, ...]] = (),
@@ -52,9 +53,6 @@ def lower(
     account = Account(profile, views, found, line, dropped, untouched or profile)
     planned, unplanned = account.peaks(droppable)
     takes = [False, *(option.drops_border for _, option in picked)][: len(picked)]
-    loss_seconds = 0.0 if loss is None else loss.extra_seconds
-    extra_seconds = _extra_seconds(profile, picked, found) + loss_seconds
-    unplanned_seconds = sum(option.unplanned_seconds for _, option in picked)
     return Plan(
         solver=solver,
         budget_bytes=budget_bytes,
@@ -63,7 +61,7 @@ def lower(
         movable_bytes=max(0, line.peak_bytes - static_bytes(profile)),
         step_seconds=profile.step_seconds,
         extra_seconds=extra_seconds,
-        bound_seconds=min(bound_seconds + loss_seconds - unplanned_seconds, extra_seconds),
+        bound_seconds=bound_seconds,
         decisions=tuple(
             replace(
                 _decision(profile, part, option, moved[place]),
@@ -89,14 +87,6 @@ def lower(
         kinds=tuple(_used_kinds(profile, [option for _, option in picked])),
         loss=loss,
     )
-
-
-def _extra_seconds(
-    profile: Profile, picked: Sequence[tuple[Part, Option]], found: Sequence[Effect]
-) -> float:
-    """What the calls take longer, and the copies to the host."""
-    num_copies = sum(effect.num_copies for effect in found)
-    return sum(option.extra_seconds for _, option in picked) + num_copies * profile.copy_seconds
 
 
 def effects(picked: Sequence[tuple[Part, Option]]) -> list[Effect]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from leanstep.ir import Plan, Profile
 from leanstep.ir.codec import check_kind
@@ -71,19 +71,20 @@ def plan_in(
     is_needed = problem.peak_bytes(problem.kept) > budget_bytes
     chunked = None
     if other is not None and (is_needed or other.loss_seconds < 0):
-        chunked = _plan_in(other, budget_bytes, own, offload=offload)
+        chunked = _draft(other, budget_bytes, own, offload=offload)
     if chunked is not None:
         # Mostly the other cannot be better, and to say so takes less than to plan it.
         bound = _relaxed_extra_seconds(space, budget_bytes, offload=offload)
         if bound >= chunked.extra_seconds:
-            return chunked
-    whole = _plan_in(space, budget_bytes, own, offload=offload)
-    found = [plan for plan in (whole, chunked) if plan is not None]
+            return _plan_of(chunked, own, budget_bytes)
+    whole = _draft(space, budget_bytes, own, offload=offload)
+    found = [draft for draft in (whole, chunked) if draft is not None]
     if not found:
         raise refusal(other or space, own, budget_bytes, offload=offload)
-    best = min(found, key=lambda plan: plan.extra_seconds)
-    bounds = [plan.bound_seconds for plan in found] if whole is not None else [bound]
-    return replace(best, bound_seconds=min(best.bound_seconds, *bounds))
+    best = min(found, key=lambda draft: draft.extra_seconds)
+    bounds = [draft.bound_seconds for draft in found] if whole is not None else [bound]
+    plan = _plan_of(best, own, budget_bytes)
+    return replace(plan, bound_seconds=min(plan.bound_seconds, *bounds))
 
 
 def _relaxed_extra_seconds(space: Space, budget_bytes: int, *, offload: bool) -> float:
@@ -93,13 +94,34 @@ def _relaxed_extra_seconds(space: Space, budget_bytes: int, *, offload: bool) ->
     return least - space.unplanned_seconds
 
 
-def _plan_in(space: Space, budget_bytes: int, solver: Solver, *, offload: bool) -> Plan | None:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Draft:
+    """An answer in one space, what it costs, and what is proved: the best one is made a plan."""
+
+    space: Space
+    answer: Answer
+    extra_seconds: float
+    bound_seconds: float
+
+
+def _draft(space: Space, budget_bytes: int, solver: Solver, *, offload: bool) -> _Draft | None:
     solution = solver.solve(space.problem, budget_bytes)
     answer = Answer(solution, space.picked(solution)) if solution.is_found else None
     if offload and (answer is None or answer.extra_seconds):
         answer = with_the_host(space, solver, budget_bytes, LEAST_SECONDS, answer)
     if answer is None:
         return None
+    loss_seconds = 0.0 if space.loss is None else space.loss.extra_seconds
+    options = [option for _, option in answer.picked]
+    copy_seconds = sum(map(len, answer.offload)) * space.profile.copy_seconds
+    extra_seconds = sum(option.extra_seconds for option in options) + copy_seconds + loss_seconds
+    proved = _bound(space, solution, answer, budget_bytes, offload=offload)
+    proved += loss_seconds - sum(option.unplanned_seconds for option in options)
+    return _Draft(space, answer, extra_seconds, min(proved, extra_seconds))
+
+
+def _plan_of(draft: _Draft, solver: Solver, budget_bytes: int) -> Plan:
+    space, answer = draft.space, draft.answer
     found = lower(
         space.profile,
         answer.picked,
@@ -107,7 +129,8 @@ def _plan_in(space: Space, budget_bytes: int, solver: Solver, *, offload: bool) 
         notes=space.notes,
         solver=solver.name,
         budget_bytes=budget_bytes,
-        bound_seconds=_bound(space, solution, answer, budget_bytes, offload=offload),
+        extra_seconds=draft.extra_seconds,
+        bound_seconds=draft.bound_seconds,
         exact=space.exact,
         offload=answer.offload,
         untouched=space.untouched,
