@@ -20,7 +20,7 @@ from leanstep.engines import loss as engine
 from leanstep.engines.attach import is_attached
 from leanstep.errors import BudgetError, InputError
 from leanstep.planner.space import prepare
-from leanstep.planner.whole import _plan_in
+from leanstep.planner.whole import _draft
 from leanstep.solvers.registry import find_solver
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -371,9 +371,7 @@ def test_the_faster_of_both_ways_is_taken_at_every_budget(solver):
 
     for share in range(45, 101, 11):
         budget = profile.peak_bytes * share // 100
-        ways = [
-            _plan_in(way, budget, find_solver(solver), offload=True) for way in (whole, chunked)
-        ]
+        ways = [_draft(way, budget, find_solver(solver), offload=True) for way in (whole, chunked)]
         found = [plan.extra_seconds for plan in ways if plan]
         if not found:
             continue
