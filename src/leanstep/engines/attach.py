@@ -58,7 +58,9 @@ def attach(module: torch.nn.Module, runner: Runner) -> None:
     passes the runner by.
     """
     place = _place_of(module)
-    if place is None or not _is_carried(module):
+    # Where somebody has put a class of theirs on top of ours, as `fully_shard` does, ours stays
+    # below it, and asks for a runner at every call.
+    if place is None or is_planned_class(type(module)):
         original = original_class(module)
         kind = original, "__call__" if "forward" in vars(module) else "forward"
         if kind not in _subclasses:
@@ -102,14 +104,6 @@ def _change_class(module: torch.nn.Module, kind: type[torch.nn.Module]) -> None:
 def is_attached(module: torch.nn.Module) -> bool:
     """Whether a runner stands in front of the module."""
     return runner_of(module) is not None
-
-
-def _is_carried(module: torch.nn.Module) -> bool:
-    """Whether somebody has put a class of theirs on top of ours, as `fully_shard` does.
-
-    Ours stays below it, and asks for a runner at every call.
-    """
-    return not is_planned_class(type(module))
 
 
 def is_planned_class(kind: type) -> bool:
